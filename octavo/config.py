@@ -1,0 +1,193 @@
+"""What a model is (`ModelConfig`) and how to run it (`EngineConfig`). The only home of defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from octavo.errors import ConfigError
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding of one layer; `models/rope.py` turns it into inverse frequencies.
+
+    `kind` follows `rope_type` of Hugging Face's config.json; `factors` is GGUF's own way to store llama3 scaling, one
+    divisor per frequency in the tensor `rope_freqs.weight`.
+    """
+
+    dim: int  # rotated width of a head
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn: scales cos and sin; None derives it from `factor`
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    freq_factors: tuple[float, ...] | None = None  # factors
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """What differs between the layers of one model."""
+
+    rope: RopeConfig
+    window: int | None = None  # a query sees itself and the window - 1 tokens before it; None sees all
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder-only model, whatever file it came from."""
+
+    family: str  # a row of models/registry.py
+    vocab_size: int  # rows of the embedding; may exceed the tokeniser's
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int  # longest context that the model was made for, after RoPE scaling
+    layers: tuple[LayerConfig, ...]
+    attention_scale: float
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+Backend = Literal["auto", "cpu", "torch"]
+DType = Literal["auto", "float32", "bfloat16"]
+Policy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to run a model: the keyword arguments of `octavo.LLM` and, with dashes, the flags of the CLI.
+
+    Raises:
+        ConfigError: a value is out of its range, or asks for what this version cannot do yet.
+    """
+
+    model: str = field(metadata={"help": "local directory or GGUF file, owner/repo, or pypi:package==version"})
+    backend: Backend = field(default="auto", metadata={"help": "what runs the graph"})
+    device: str = field(default="auto", metadata={"help": "torch device of the torch backend, such as cpu or cuda:0"})
+    dtype: DType = field(
+        default="auto", metadata={"help": "of weights and activations; auto: float32 on a CPU, else bfloat16"}
+    )
+    quantization: str | None = field(
+        default=None, metadata={"help": "'none' expands the weights to dtype, as does the default on the torch backend"}
+    )
+    max_model_len: int | None = field(
+        default=None, metadata={"help": "longest context in tokens; the model's own, or what the KV pool holds"}
+    )
+    block_size: int = field(default=16, metadata={"help": "tokens per KV block"})
+    kv_cache_memory_bytes: int | None = field(default=None, metadata={"help": "size of the KV pool in bytes"})
+    num_kv_blocks: int | None = field(default=None, metadata={"help": "size of the KV pool in blocks"})
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = field(
+        default="auto", metadata={"help": "of stored keys and values; auto: dtype"}
+    )
+    max_num_seqs: int = field(default=256, metadata={"help": "most sequences that run at once"})
+    max_num_batched_tokens: int = field(default=2048, metadata={"help": "token budget of one step"})
+    enable_prefix_caching: bool = field(
+        default=True, metadata={"help": "reuse the KV blocks of equal prefixes (accepted; without effect as yet)"}
+    )
+    scheduling_policy: Policy = field(default="fcfs", metadata={"help": "order of requests"})
+    preemption_mode: Literal["auto", "recompute"] = field(
+        default="auto", metadata={"help": "what happens to a sequence that loses its blocks"}
+    )
+    swap_space_bytes: int = field(default=0, metadata={"help": "host memory for swapped-out blocks (only 0 as yet)"})
+    num_threads: int | None = field(default=None, metadata={"help": "compute threads; all cores the process may use"})
+    seed: int = field(default=0, metadata={"help": "the seeds of requests that bring none are drawn from it"})
+    tensor_parallel_size: int = field(default=1, metadata={"help": "workers that share each layer (only 1 as yet)"})
+    pipeline_parallel_size: int = field(default=1, metadata={"help": "groups of layers (only 1 as yet)"})
+    distributed_executor_backend: str | None = field(
+        default=None, metadata={"help": "how workers are placed (only in process as yet)"}
+    )
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            _check_type(f.name, getattr(self, f.name), str(f.type))
+        _one_of("backend", self.backend, "auto", "cpu", "torch")
+        _one_of("dtype", self.dtype, "auto", "float32", "bfloat16")
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, "auto", "float32", "bfloat16")
+        _one_of("scheduling_policy", self.scheduling_policy, "fcfs", "priority")
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_kv_blocks", "num_threads"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.kv_cache_memory_bytes is not None and self.num_kv_blocks is not None:
+            raise ConfigError("kv_cache_memory_bytes and num_kv_blocks both size the KV pool: give one of them")
+        self._refuse_what_comes_later()
+
+    def _refuse_what_comes_later(self) -> None:
+        if self.quantization not in (None, "none"):
+            raise ConfigError(f"quantization={self.quantization!r} is not supported yet; use None or 'none'")
+        if self.preemption_mode not in ("auto", "recompute"):
+            raise ConfigError(
+                f"preemption_mode={self.preemption_mode!r} is not supported yet; use 'auto' or 'recompute'"
+            )
+        if self.swap_space_bytes != 0:
+            raise ConfigError(f"swap_space_bytes={self.swap_space_bytes}: swapping is not supported yet; use 0")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) != 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: parallel workers are not supported yet; use 1")
+        if self.distributed_executor_backend is not None:
+            raise ConfigError(
+                f"distributed_executor_backend={self.distributed_executor_backend!r} is not supported yet; use None"
+            )
+
+
+def engine_config(model: str, options: dict[str, Any]) -> EngineConfig:
+    """An EngineConfig from keyword arguments.
+
+    Raises:
+        ConfigError: an option has no such name (the message lists the names), or a value is refused.
+    """
+    names = [f.name for f in fields(EngineConfig)]
+    unknown = sorted(set(options) - set(names))
+    if unknown:
+        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(names[1:])}")
+    return EngineConfig(model=model, **options)
+
+
+def _check_type(name: str, value: Any, annotation: str) -> None:
+    """Plain types only: a bool is not an int here, and text is not a number."""
+    optional = "None" in annotation
+    if value is None and optional:
+        return
+    if "bool" in annotation:
+        good = isinstance(value, bool)
+    elif "int" in annotation:
+        good = isinstance(value, int) and not isinstance(value, bool)
+    else:
+        good = isinstance(value, str)
+    if not good:
+        raise ConfigError(f"{name}={value!r}: expected {annotation}")
+
+
+def _one_of(name: str, value: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{name}={value}: must be at least {low}")

@@ -1,0 +1,57 @@
+"""The sampler's input and output, one entry per row of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """What to do with each of S rows of logits.
+
+    A row with `target >= 0` samples nothing: it asks for the logprob of a token that is already known (the next token
+    of the prompt).
+    """
+
+    temperature: NDArray[np.float64]  # [S]; 0 is greedy
+    top_k: NDArray[np.int32]  # [S]; 0 keeps all
+    top_p: NDArray[np.float64]  # [S]; 1 keeps all
+    seed: NDArray[np.uint64]  # [S]
+    choice: NDArray[np.uint64]  # [S]; index among the n choices of a request
+    position: NDArray[np.uint64]  # [S]; position that the sampled token will have in its sequence
+    num_logprobs: NDArray[np.int32]  # [S]; the most likely tokens to report beside the chosen one; -1 reports nothing
+    target: NDArray[np.int32]  # [S]; -1 samples
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def slice(self, start: int, stop: int) -> SamplingRows:
+        return SamplingRows(*(getattr(self, name)[start:stop] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs at one position: of the token that stands there, and of the most likely ones (descending)."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely; ties go to the lower id
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The sampler's answer."""
+
+    token_ids: NDArray[np.int32]  # [S]; the target where there was one; -1 where the logits held a NaN
+    logprobs: list[TokenLogprobs | None]  # [S]
+
+    @staticmethod
+    def concatenate(parts: list[Sampled]) -> Sampled:
+        if not parts:
+            return Sampled(np.empty(0, np.int32), [])
+        return Sampled(np.concatenate([p.token_ids for p in parts]), [entry for p in parts for entry in p.logprobs])
