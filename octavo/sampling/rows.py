@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.outputs import TokenLogprobs
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
@@ -30,17 +32,6 @@ class SamplingRows:
 
     def slice(self, start: int, stop: int) -> SamplingRows:
         return SamplingRows(*(getattr(self, name)[start:stop] for name in self.__slots__))
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Logprobs at one position: of the token that stands there, and of the most likely ones (descending)."""
-
-    token_id: int
-    logprob: float
-    rank: int  # 1 is the most likely; ties go to the lower id
-    top_ids: list[int]
-    top_logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)

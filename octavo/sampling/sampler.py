@@ -1,9 +1,21 @@
-"""The sampler."""
+"""Rows of logits to tokens and logprobs.
+
+A row is sampled by inverting its cumulative distribution, taken in the order of token ids, at one random number. So
+a draw needs no sort, and top_k and top_p only take tokens out of the sum. Everything is computed in float64 from
+float32 logits, row by row: a row's result cannot depend on its neighbours.
+"""
+
+from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.outputs import TokenLogprobs
+from octavo.sampling.random import uniform
 from octavo.sampling.rows import Sampled, SamplingRows
+
+Logits = NDArray[np.float32]
+Ids = NDArray[np.intp]
 
 
 class Sampler:
@@ -12,5 +24,74 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
-    def __call__(self, logits: NDArray[np.float32], rows: SamplingRows) -> Sampled:
-        raise AssertionError("to be written next")
+    def __call__(self, logits: Logits, rows: SamplingRows) -> Sampled:
+        """Logits [S, V] with V at least `vocab_size`; see SamplingRows for what is done with each row."""
+        logits = logits[:, : self.vocab_size]
+        best = logits.argmax(axis=1)  # the first of equals, and a NaN before anything else
+        token_ids = np.where(rows.target >= 0, rows.target, best).astype(np.int32)
+        for i in np.flatnonzero((rows.temperature > 0) & (rows.target < 0)):
+            token_ids[i] = _draw(logits[i], rows, int(i))
+        token_ids[~np.isfinite(logits[np.arange(len(logits)), best])] = -1
+        logprobs = [
+            _logprobs(logits[i], int(token), int(count)) if count >= 0 and token >= 0 else None
+            for i, (token, count) in enumerate(zip(token_ids, rows.num_logprobs, strict=True))
+        ]
+        return Sampled(token_ids, logprobs)
+
+
+def _draw(logits: Logits, rows: SamplingRows, i: int) -> int:
+    """One token of one row: temperature, then top_k, then top_p, then the draw."""
+    scaled = logits.astype(np.float64) / rows.temperature[i]
+    weights = np.exp(scaled - scaled.max())
+    top_k, top_p = int(rows.top_k[i]), float(rows.top_p[i])
+    kept = None
+    if 0 < top_k < len(logits):
+        kept = most_likely(logits, top_k)
+    if top_p < 1.0:
+        kept = _nucleus(logits, weights, top_p, kept)
+    if kept is not None:
+        kept = np.sort(kept)
+        weights = weights[kept]
+    cumulative = np.cumsum(weights)
+    u = uniform(rows.seed[i : i + 1], rows.choice[i : i + 1], rows.position[i : i + 1])[0]
+    index = min(int(np.searchsorted(cumulative, u * cumulative[-1], side="right")), len(cumulative) - 1)
+    return index if kept is None else int(kept[index])
+
+
+def most_likely(logits: Logits, count: int) -> Ids:
+    """Ids of the `count` largest logits, descending; ties go to the lower id. No full sort."""
+    if count >= len(logits):
+        return np.argsort(-logits, kind="stable")
+    threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
+    above = np.flatnonzero(logits > threshold)
+    equal = np.flatnonzero(logits == threshold)[: count - len(above)]
+    above = above[np.argsort(-logits[above], kind="stable")]
+    return np.concatenate([above, equal])
+
+
+def _nucleus(logits: Logits, weights: NDArray[np.float64], top_p: float, kept: Ids | None) -> Ids:
+    """The fewest most likely ids (of `kept`, descending, or of all) that hold at least `top_p` of the probability.
+
+    Most nuclei are small: a few hundred candidates are tried before the whole row is sorted.
+    """
+    if kept is not None:
+        wanted = top_p * weights[kept].sum()
+        return kept[: _first_reaching(weights[kept], wanted)]
+    wanted = top_p * weights.sum()
+    candidates = most_likely(logits, 512)
+    if weights[candidates].sum() < wanted:
+        candidates = most_likely(logits, len(logits))
+    return candidates[: _first_reaching(weights[candidates], wanted)]
+
+
+def _first_reaching(weights: NDArray[np.float64], wanted: float) -> int:
+    return int(np.searchsorted(np.cumsum(weights), wanted, side="left")) + 1
+
+
+def _logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:
+    x = logits.astype(np.float64)
+    peak = x.max()
+    log_total = peak + np.log(np.exp(x - peak).sum())
+    rank = 1 + int((x > x[token]).sum()) + int((x[:token] == x[token]).sum())
+    top = most_likely(logits, count) if count else np.empty(0, np.intp)
+    return TokenLogprobs(token, float(x[token] - log_total), rank, top.tolist(), (x[top] - log_total).tolist())

@@ -1,0 +1,91 @@
+"""What the scheduler costs: schedule() + update() with stub tokens, per running sequence and step.
+
+Nothing else runs: no model, no tokeniser. Sequences decode at their own phase of a block, so that every step allocates
+for about one sequence in sixteen, and whoever finishes is replaced from the queue, so that allocation, release and
+admission are in the figure.
+
+    python benchmarks/scheduler.py [--running 256] [--waiting 100000] [--blocks 1000000] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+from octavo import SamplingParams
+from octavo.core import BlockManager, Scheduler, Sequence, StepResult, make_policy
+
+BLOCK_SIZE = 16
+PARAMS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+
+
+def make_scheduler(running: int, waiting: int, blocks: int) -> tuple[Scheduler, int]:
+    scheduler = Scheduler(
+        BlockManager(blocks, BLOCK_SIZE),
+        make_policy("fcfs"),
+        max_num_seqs=running,
+        max_num_batched_tokens=max(8192, 64 * running),
+    )
+    for i in range(running + waiting):
+        prompt = 17 + i % BLOCK_SIZE  # every phase of a block
+        scheduler.add(Sequence(i, [1] * prompt, PARAMS, max_length=prompt + 128 + i % 64, stop_token_ids=(0,)))
+    while len(scheduler.running) < running:
+        step(scheduler)
+    return scheduler, running + waiting
+
+
+def step(scheduler: Scheduler) -> int:
+    plan = scheduler.schedule()
+    scheduler.update(plan, StepResult([7] * len(plan.seq_ids)))
+    return len(plan.seq_ids)
+
+
+def measure(running: int, waiting: int, blocks: int, steps: int) -> float:
+    """Microseconds per running sequence and step, without the time to add the replacements."""
+    scheduler, next_id = make_scheduler(running, waiting, blocks)
+    gc.collect()
+    spent, served = 0.0, 0
+    for _ in range(steps):
+        start = time.perf_counter()
+        served += step(scheduler)
+        spent += time.perf_counter() - start
+        while len(scheduler.running) + len(scheduler.waiting) < running + waiting:
+            prompt = 17 + next_id % BLOCK_SIZE
+            scheduler.add(
+                Sequence(next_id, [1] * prompt, PARAMS, max_length=prompt + 128 + next_id % 64, stop_token_ids=(0,))
+            )
+            next_id += 1
+    return spent / served * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--waiting", type=int, default=100_000)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the figures and the machine's facts to this file")
+    args = parser.parse_args()
+
+    results: dict[str, list[float]] = {"none": [], "many": []}
+    for _ in range(args.repeats):  # interleaved, since machines are noisy
+        results["none"].append(measure(args.running, 0, args.blocks, args.steps))
+        results["many"].append(measure(args.running, args.waiting, args.blocks, args.steps))
+    medians = {name: statistics.median(values) for name, values in results.items()}
+    for name, waiting in (("none", 0), ("many", args.waiting)):
+        low, high = min(results[name]), max(results[name])
+        print(f"{args.running} running, {waiting:>7} waiting: {medians[name]:.2f} us ({low:.2f} to {high:.2f})")
+    print(f"ratio many / none waiting: {medians['many'] / medians['none']:.2f}")
+    if args.json:
+        facts = {"python": platform.python_version(), "machine": platform.machine(), **vars(args), "json": None}
+        args.json.write_text(json.dumps({"facts": facts, "us_per_sequence": results}, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

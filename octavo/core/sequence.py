@@ -1,0 +1,89 @@
+"""One sequence on its way through the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+
+from octavo.outputs import FinishReason
+from octavo.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"  # never ran
+    RUNNING = "running"  # holds blocks
+    PREEMPTED = "preempted"  # ran, and lost its blocks to a sequence before it in the order
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Known tokens, and how many of them are computed: the scheduler only ever closes that gap.
+
+    ::
+
+        tokens        [ p p p p p p o o ]     p: prompt, o: sampled
+        num_computed        ^ 3               K and V of the first three are in the cache
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "block_table",
+        "choice",
+        "finish_reason",
+        "finish_time",
+        "first_scheduled_time",
+        "first_token_time",
+        "key",
+        "max_length",
+        "num_computed",
+        "num_preemptions",
+        "params",
+        "priority",
+        "prompt_length",
+        "seed",
+        "seq_id",
+        "status",
+        "stop_token_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        tokens: list[int],
+        params: SamplingParams,
+        *,
+        max_length: int,
+        stop_token_ids: Collection[int] = (),
+        seed: int = 0,
+        choice: int = 0,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        prompt_length: int | None = None,
+    ) -> None:
+        """`max_length` counts prompt and sampled tokens; `tokens` may go past the prompt (a replayed request)."""
+        self.seq_id = seq_id
+        self.tokens = tokens
+        self.prompt_length = len(tokens) if prompt_length is None else prompt_length
+        self.params = params
+        self.max_length = max_length
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.seed = seed
+        self.choice = choice
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.finish_time: float | None = None
+        self.key: tuple[int, int] = (priority, seq_id)  # place in the order; the scheduler's policy sets it
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.num_computed = 0
+        self.num_preemptions = 0
+        self.block_table: list[int] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed} of {len(self.tokens)} tokens computed, "
+            f"blocks {self.block_table})"
+        )

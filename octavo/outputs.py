@@ -1,0 +1,70 @@
+"""What a request gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs at one position as the sampler reports them, without text: of the token that stands there, and of the
+    most likely ones (descending)."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely; ties go to the lower id
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural logarithm of a token's probability under the model, before temperature and filters."""
+
+    logprob: float
+    rank: int  # 1 is the most likely
+    decoded_token: str
+
+
+PositionLogprobs = dict[int, Logprob]  # by token id: the token that stands there, and the most likely ones
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """What one request cost. Times in seconds."""
+
+    queue_time: float = 0.0  # arrival to the first step that computed one of its tokens
+    prefill_time: float = 0.0  # from there to its first sampled token
+    decode_time: float = 0.0  # from there to its last
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None  # of the sampled tokens; None unless logprobs were asked for
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the token id (not an end-of-sequence token) that ended it
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request as far as it has come; `finished` says whether it goes on."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  # the first entry is None: nothing comes before it
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    finished: bool = False
+    error: str | None = None  # why finish_reason is "error"
