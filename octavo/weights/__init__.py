@@ -1,0 +1,6 @@
+"""Model files: GGUF and safetensors, mapped into memory under one set of names, in their own quantised formats."""
+
+from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.tensor import WeightTensor
+
+__all__ = ["Checkpoint", "WeightTensor", "open_checkpoint"]
