@@ -1,0 +1,84 @@
+"""A Tokenizer from the key-values of a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from octavo.errors import ModelError
+from octavo.tokenizer.gguf_bpe import build_bpe, read_pretokenizer
+from octavo.tokenizer.gguf_spm import build_spm
+from octavo.tokenizer.gguf_vocab import read_vocab
+from octavo.tokenizer.special_ids import eos_union, token_ids
+from octavo.tokenizer.tokenizer import SpecialIds, Tokenizer
+
+
+def tokenizer_from_gguf(
+    metadata: Mapping[str, object], config: Mapping[str, object], generation_config: Mapping[str, object]
+) -> Tokenizer:
+    """Builds the tokeniser that `tokenizer.ggml.model` names.
+
+    Raises:
+        ModelError: the model or its pre-tokeniser is not supported, or the vocabulary is damaged.
+    """
+    model = metadata.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise ModelError(
+            f"tokenizer.ggml.model={model!r} is not supported; supported are 'gpt2' (byte-level BPE) and "
+            "'llama' (SentencePiece BPE)"
+        )
+    vocab = read_vocab(metadata)
+    is_spm = model == "llama"
+    engine = build_spm(metadata, vocab) if is_spm else build_bpe(metadata, vocab)
+    engine.add_tokens(vocab.added_tokens())
+    adds_bos = _flag(metadata, "add_bos_token", is_spm or read_pretokenizer(metadata).adds_bos)
+    adds_space_prefix = is_spm and _flag(metadata, "add_space_prefix", True)  # byte-level BPE: the key has no effect
+    template = metadata.get("tokenizer.chat_template")
+    return Tokenizer(
+        engine,
+        "sentencepiece" if is_spm else "byte_level",
+        _special_ids(metadata, config, generation_config, len(vocab.tokens), adds_bos),
+        len(vocab.tokens),
+        adds_space_prefix=adds_space_prefix,
+        strips_leading_space=adds_space_prefix,
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def _special_ids(
+    metadata: Mapping[str, object],
+    config: Mapping[str, object],
+    generation_config: Mapping[str, object],
+    vocab_size: int,
+    adds_bos: bool,
+) -> SpecialIds:
+    bos = _own_ids(metadata, vocab_size, "bos")
+    eos = _own_ids(metadata, vocab_size, "eos")
+    ends = [*eos, *_own_ids(metadata, vocab_size, "eot"), *_own_ids(metadata, vocab_size, "eom")]
+    adds_eos = _flag(metadata, "add_eos_token", False)
+    for name, wanted, ids in (("bos", adds_bos, bos), ("eos", adds_eos, eos)):
+        if wanted and not ids:
+            raise ModelError(
+                f"the tokenizer adds {name.upper()} to prompts but tokenizer.ggml.{name}_token_id is missing; "
+                "convert the model again"
+            )
+    return SpecialIds(
+        bos=bos[0] if bos else None,
+        eos=eos_union(config, generation_config, ends),
+        before=tuple(bos) if adds_bos else (),
+        after=tuple(eos) if adds_eos else (),
+    )
+
+
+def _own_ids(metadata: Mapping[str, object], vocab_size: int, name: str) -> list[int]:
+    key = f"tokenizer.ggml.{name}_token_id"
+    ids = token_ids(metadata, key)
+    if any(i >= vocab_size for i in ids):
+        raise ModelError(f"{key}={ids[0]} is outside the vocabulary of {vocab_size} tokens; convert the model again")
+    return ids
+
+
+def _flag(metadata: Mapping[str, object], name: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise ModelError(f"tokenizer.ggml.{name}={value!r}: expected true or false; convert the model again")
+    return value

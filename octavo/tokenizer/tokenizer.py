@@ -1,0 +1,192 @@
+"""Text to token ids and back.
+
+Encoding is the `tokenizers` library's work. Decoding is done here, on bytes: each id stands for a fixed byte string,
+so text can be streamed without looking back (see detokenizer.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import tokenizers
+
+from octavo.errors import ModelError, RequestError
+
+# How the vocabulary writes bytes: GPT-2's printable stand-ins, or SentencePiece's U+2581 for a space and <0xNN>.
+PieceStyle = Literal["byte_level", "sentencepiece"]
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialIds:
+    """What frames a prompt and what ends a reply."""
+
+    bos: int | None
+    eos: tuple[int, ...]
+    before: tuple[int, ...] = ()  # put before a prompt: usually (bos,) or nothing
+    after: tuple[int, ...] = ()
+
+
+class Tokenizer:
+    """The tokeniser of one model.
+
+    Attributes:
+        vocab_size: largest id that the tokeniser knows, plus one; the model's embedding may have more rows.
+        chat_template: Jinja source as the model ships it, never run here; None where there is none.
+        strips_leading_space: decoding removes the space that encoding put before the text.
+    """
+
+    def __init__(
+        self,
+        engine: tokenizers.Tokenizer,
+        style: PieceStyle,
+        special: SpecialIds,
+        vocab_size: int,
+        *,
+        adds_space_prefix: bool = False,
+        strips_leading_space: bool = False,
+        chat_template: str | None = None,
+    ) -> None:
+        """`adds_space_prefix`: a space goes before the text, and before what follows a special token, where `engine`
+        does not see to it itself."""
+        engine.no_truncation()
+        engine.no_padding()
+        self.vocab_size = vocab_size
+        self.strips_leading_space = strips_leading_space
+        self.chat_template = chat_template
+        added = engine.get_added_tokens_decoder()
+        self._added = {i: token.content for i, token in added.items()}
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._ids = special
+        self._engine = engine
+        self._inert = _without_special_tokens(engine)
+        self._style = style
+        self._adds_space_prefix = adds_space_prefix
+        special_texts = sorted((self._added[i] for i in self._special), key=len, reverse=True)
+        self._special_pattern = re.compile(f"({'|'.join(map(re.escape, special_texts))})") if special_texts else None
+        self._pieces: dict[int, bytes] = {}
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._ids.bos
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a reply: the union of what the model, its generation config and the tokeniser say."""
+        return self._ids.eos
+
+    @property
+    def adds_bos(self) -> bool:
+        return self._ids.bos is not None and self._ids.bos in self._ids.before
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        Args:
+            add_special_tokens: add what the model wants around a prompt, usually BOS. A text that already begins with
+                it does not get it twice.
+            parse_special: special tokens spelled out in the text become those tokens; otherwise they stay plain text.
+
+        Raises:
+            RequestError: the text holds a lone surrogate, which no UTF-8 can carry.
+        """
+        _check_encodable(text)
+        if self._adds_space_prefix:
+            text = self._prefix_spaces(text, parse_special)
+        engine = self._engine if parse_special else self._inert
+        ids: list[int] = engine.encode(text, add_special_tokens=False).ids
+        if not add_special_tokens:
+            return ids
+        before, after = list(self._ids.before), list(self._ids.after)
+        if before and ids[: len(before)] == before:
+            before = []
+        if after and ids[-len(after) :] == after:
+            after = []
+        return before + ids + after
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids that the tokeniser does not know are left out."""
+        data = self.bytes_of(ids, skip_special_tokens=skip_special_tokens)
+        if self.strips_leading_space:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token on its own, special tokens included."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def bytes_of(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> bytes:
+        """The bytes that `ids` stand for, leading space included."""
+        if skip_special_tokens:
+            return b"".join([self._piece(i) for i in ids if i not in self._special])
+        return b"".join([self._piece(i) for i in ids])
+
+    def _piece(self, token_id: int) -> bytes:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._spell(token_id)
+        return piece
+
+    def _spell(self, token_id: int) -> bytes:
+        text = self._engine.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        if text is None:
+            return b""
+        if self._style == "sentencepiece":
+            byte = _BYTE_PIECE.fullmatch(text)
+            return bytes([int(byte[1], 16)]) if byte else text.replace("▁", " ").encode()
+        if token_id in self._added:
+            return text.encode()
+        return bytes(_BYTE_OF[char] for char in text) if all(char in _BYTE_OF for char in text) else text.encode()
+
+    def _prefix_spaces(self, text: str, parse_special: bool) -> str:
+        if not parse_special or self._special_pattern is None:
+            return " " + text if text else text
+        parts = self._special_pattern.split(text)  # text, special, text, special, ..., text
+        return "".join(" " + part if part and i % 2 == 0 else part for i, part in enumerate(parts))
+
+
+def _without_special_tokens(engine: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A second face of `engine` to which special tokens are plain text. The model itself is shared, not copied."""
+    inert = tokenizers.Tokenizer(engine.model)
+    if engine.normalizer is not None:
+        inert.normalizer = engine.normalizer
+    if engine.pre_tokenizer is not None:
+        inert.pre_tokenizer = engine.pre_tokenizer
+    added = engine.get_added_tokens_decoder()
+    inert.add_tokens([added[i] for i in sorted(added)])
+    inert.encode_special_tokens = True
+    for i, token in added.items():
+        if inert.token_to_id(token.content) != i:
+            raise ModelError(
+                f"the added token {token.content!r} has id {i}, which leaves a gap; rewrite tokenizer.json"
+            )
+    return inert
+
+
+def _check_encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}; "
+            "send valid Unicode"
+        ) from error
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's stand-ins: printable Latin-1 characters are themselves, the other bytes are U+0100 onwards in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF = _byte_of_char()
