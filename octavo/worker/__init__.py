@@ -1,0 +1,6 @@
+"""The stateful end of the engine: weights, KV cache, request slots."""
+
+from octavo.worker.cache_engine import MemoryPlan
+from octavo.worker.worker import BootReport, Worker
+
+__all__ = ["BootReport", "MemoryPlan", "Worker"]

@@ -1,0 +1,102 @@
+"""The engine core: scheduler and executor, in one loop. It knows token ids and nothing of text."""
+
+from __future__ import annotations
+
+from octavo.config import EngineConfig
+from octavo.core import BlockManager, Scheduler, Sequence, make_policy
+from octavo.core.scheduler import SchedulerStats
+from octavo.engine.messages import SequenceOutput, SequenceRequest
+from octavo.executor import Executor
+from octavo.metrics import log_event
+from octavo.outputs import RequestMetrics
+
+
+class EngineCore:
+    """Add sequences, step until nothing is left, abort at any moment between steps."""
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        self.executor = executor
+        self.scheduler = Scheduler(
+            BlockManager(executor.boot_report.memory.num_blocks, config.block_size),
+            make_policy(config.scheduling_policy),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+
+    def add(self, request: SequenceRequest) -> None:
+        """Queues a sequence.
+
+        Raises:
+            RequestError: it can never fit into the KV pool.
+        """
+        self.scheduler.add(
+            Sequence(
+                request.seq_id,
+                request.tokens,
+                request.params,
+                max_length=request.max_length,
+                stop_token_ids=request.stop_token_ids,
+                seed=request.seed,
+                choice=request.choice,
+                priority=request.priority,
+                arrival_time=request.arrival_time,
+            )
+        )
+
+    def step(self) -> list[SequenceOutput]:
+        """One step for all that can run; empty when nothing is left."""
+        plan = self.scheduler.schedule()
+        if not plan:
+            return []
+        result = self.executor.execute(plan)
+        finished = {sequence.seq_id: sequence for sequence in self.scheduler.update(plan, result)}
+        outputs = []
+        for seq_id, token in zip(plan.seq_ids, result.token_ids, strict=True):
+            prompt_logprobs = result.prompt_logprobs.get(seq_id, [])
+            sequence = finished.get(seq_id)
+            if token < 0 and not prompt_logprobs and sequence is None:
+                continue
+            output = SequenceOutput(seq_id, token if token >= 0 else None, result.logprobs.get(seq_id), prompt_logprobs)
+            if sequence is not None:
+                _close(output, sequence, result.errors.get(seq_id))
+            outputs.append(output)
+        return outputs
+
+    def abort(self, seq_id: int) -> SequenceOutput | None:
+        """Ends a sequence; None when it has ended already."""
+        sequence = self.scheduler.abort(seq_id)
+        if sequence is None:
+            return None
+        output = SequenceOutput(seq_id)
+        _close(output, sequence, None)
+        return output
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.scheduler.sequences)
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def _close(output: SequenceOutput, sequence: Sequence, error: str | None) -> None:
+    output.finish_reason = sequence.finish_reason
+    output.metrics = _metrics(sequence)
+    output.error = error
+    if error is not None:
+        log_event("request_failed", seq_id=sequence.seq_id, error=error)
+
+
+def _metrics(sequence: Sequence) -> RequestMetrics:
+    end = sequence.finish_time or sequence.arrival_time
+    scheduled = end if sequence.first_scheduled_time is None else sequence.first_scheduled_time
+    first_token = end if sequence.first_token_time is None else sequence.first_token_time
+    return RequestMetrics(
+        queue_time=scheduled - sequence.arrival_time,
+        prefill_time=first_token - scheduled,
+        decode_time=end - first_token,
+        num_preemptions=sequence.num_preemptions,
+    )

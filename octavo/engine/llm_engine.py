@@ -1,0 +1,114 @@
+"""The engine in the caller's process: text in, text out, one step at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.config import EngineConfig, engine_config
+from octavo.engine.core import EngineCore
+from octavo.engine.inputs import InputProcessor, Prompt
+from octavo.engine.messages import SequenceRequest
+from octavo.engine.outputs import OutputProcessor
+from octavo.errors import OctavoError, RequestError
+from octavo.executor import LocalExecutor
+from octavo.metrics import log_event
+from octavo.models import model_config
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.tokenizer import load_tokenizer
+from octavo.weights import open_checkpoint, resolve_model
+from octavo.worker import BootReport
+
+
+class LLMEngine:
+    """Loads a model and serves requests: `add_request`, then `step` while `has_unfinished_requests`.
+
+    ::
+
+        add_request -> InputProcessor -> EngineCore (Scheduler -> Executor) -> OutputProcessor -> step's return value
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """
+        Raises:
+            ModelError: the model cannot be found, read or understood.
+            ConfigError: an option cannot be honoured on this machine.
+        """
+        self.config = config
+        checkpoint = open_checkpoint(resolve_model(config.model))
+        self.model_config = model_config(checkpoint.config, checkpoint.generation_config)
+        self.tokenizer = load_tokenizer(
+            checkpoint.path, checkpoint.metadata, checkpoint.config, checkpoint.generation_config
+        )
+        vocab_size = min(self.tokenizer.vocab_size, self.model_config.vocab_size)
+        executor = LocalExecutor(config, self.model_config, checkpoint, vocab_size)
+        self.boot_report: BootReport = executor.boot_report
+        self._core = EngineCore(config, executor)
+        max_model_len = self.boot_report.memory.max_model_len
+        self._inputs = InputProcessor(self.tokenizer, self.model_config, max_model_len, config.seed)
+        self._outputs = OutputProcessor(self.tokenizer)
+        self._seq_ids: dict[str, int] = {}  # of unfinished requests
+        self._closed = False
+        log_event("engine_ready", **self.boot_report.fields())
+
+    @classmethod
+    def from_options(cls, model: str, **options: Any) -> LLMEngine:
+        """An engine from the keyword arguments of `octavo.LLM`."""
+        return cls(engine_config(model, options))
+
+    def process_prompt(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> SequenceRequest:
+        """Tokenises and checks a request without queueing it.
+
+        Raises:
+            RequestError: the request is refused; the message names the value and the limit.
+        """
+        return self._inputs.process(prompt, params, priority)
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> None:
+        """Queues a request; `priority` matters under `scheduling_policy="priority"`, where smaller goes first.
+
+        Raises:
+            RequestError: the request is refused, or its id is that of an unfinished one; nothing else is touched.
+        """
+        self.add_processed(
+            request_id, prompt if isinstance(prompt, str) else None, self.process_prompt(prompt, params, priority)
+        )
+
+    def add_processed(self, request_id: str, prompt: str | None, request: SequenceRequest) -> None:
+        """Queues what `process_prompt` returned."""
+        if self._closed:
+            raise OctavoError("the engine is closed")
+        if request_id in self._seq_ids:
+            raise RequestError(f"request_id={request_id!r} belongs to an unfinished request; give another")
+        self._core.add(request)
+        self._outputs.add(request_id, prompt, request)
+        self._seq_ids[request_id] = request.seq_id
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step. Returns the requests that it moved, finished ones for the last time."""
+        outputs = self._outputs.process(self._core.step())
+        for output in outputs:
+            if output.finished:
+                del self._seq_ids[output.request_id]
+        return outputs
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """Ends a request at once and returns what it has; None when there is no such unfinished request."""
+        seq_id = self._seq_ids.pop(request_id, None)
+        update = None if seq_id is None else self._core.abort(seq_id)
+        return None if update is None else self._outputs.process([update])[0]
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self._core.has_unfinished
+
+    def stats(self) -> dict[str, float]:
+        """Gauges and counters since the engine was made."""
+        return dict(self._core.stats()._asdict())
+
+    def close(self) -> None:
+        """Ends what is unfinished and gives the memory back. Safe to call twice."""
+        for request_id in list(self._seq_ids):
+            self.abort_request(request_id)
+        self._core.close()
+        self._closed = True

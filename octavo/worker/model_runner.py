@@ -1,0 +1,119 @@
+"""From a plan to arrays, through the backend, to sampled tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import Backend, Batch
+from octavo.core import StepPlan, StepResult
+from octavo.sampling import Sampled, SamplingRows
+from octavo.worker.request_slots import RequestSlots
+
+Index = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class _LogitRows:
+    """Which rows of the step need logits, and what for; sorted by row."""
+
+    row: Index  # [S]
+    owner: Index  # [S]; index of the sequence in the plan
+    target: NDArray[np.int32]  # [S]; the prompt token whose logprob is asked for, or -1 to sample
+
+
+class ModelRunner:
+    """Keeps the sequences' state between steps and drives the backend, one call a step."""
+
+    def __init__(self, backend: Backend, *, block_size: int, max_num_seqs: int, max_model_len: int) -> None:
+        self.backend = backend
+        self.block_size = block_size
+        self.slots = RequestSlots(max_num_seqs, max_model_len, block_size)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        slots = self.slots.apply(plan)
+        starts = np.array(plan.starts, np.int64)
+        counts = np.array(plan.num_tokens, np.int64)
+        logit_rows = self._logit_rows(plan, slots, starts, counts)
+        batch = self._batch(slots, starts, counts, logit_rows.row)
+        sampled = self.backend.execute(batch, self._sampling_rows(slots, starts + counts, logit_rows))
+        return self._result(plan, slots, logit_rows, sampled)
+
+    def _batch(self, slots: Index, starts: NDArray[np.int64], counts: NDArray[np.int64], logit_rows: Index) -> Batch:
+        query_starts = np.concatenate([[0], np.cumsum(counts)])
+        row_slots = np.repeat(slots, counts)
+        positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, counts)
+        blocks = self.slots.block_table[row_slots, positions // self.block_size].astype(np.int64)
+        most_blocks = self.slots.num_blocks[slots].max()
+        return Batch(
+            token_ids=self.slots.tokens[row_slots, positions],
+            positions=positions.astype(np.int32),
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            query_starts=query_starts.astype(np.int32),
+            context_lens=(starts + counts).astype(np.int32),
+            block_tables=self._block_tables(slots, int(most_blocks)),
+            logit_rows=logit_rows.astype(np.int32),
+        )
+
+    def _block_tables(self, slots: Index, width: int) -> NDArray[np.int32]:
+        """Rows keep what earlier tenants of their slots wrote: blank it, so that no stale block is ever named."""
+        tables = self.slots.block_table[slots, :width]
+        tables[np.arange(width) >= self.slots.num_blocks[slots, None]] = 0
+        return tables
+
+    def _logit_rows(
+        self, plan: StepPlan, slots: Index, starts: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> _LogitRows:
+        """The last row of each sequence that computes its last known token, and the prompt rows that were asked for."""
+        ends = np.cumsum(counts)
+        owner = np.flatnonzero(starts + counts == self.slots.length[slots])
+        row = ends[owner] - 1
+        target = np.full(len(owner), -1, np.int32)
+        asking = np.flatnonzero(self.slots.num_prompt_logprobs[slots] >= 0)
+        if len(asking) == 0:
+            return _LogitRows(row, owner, target)
+        rows, owners, targets = [row], [owner], [target]
+        for i in asking:
+            first, last = self.slots.prompt_rows(plan.seq_ids[i], int(starts[i]), int(counts[i]))
+            positions = np.arange(first, last)
+            rows.append(positions - starts[i] + ends[i] - counts[i])
+            owners.append(np.full(len(positions), i))
+            targets.append(self.slots.tokens[slots[i], positions + 1])
+        row, owner, target = np.concatenate(rows), np.concatenate(owners), np.concatenate(targets)
+        order = np.argsort(row)  # a row is wanted once: the next token is either known or sampled
+        return _LogitRows(row[order], owner[order], target[order])
+
+    def _sampling_rows(self, slots: Index, ends: NDArray[np.int64], rows: _LogitRows) -> SamplingRows:
+        own = slots[rows.owner]
+        state = self.slots
+        return SamplingRows(
+            temperature=state.temperature[own],
+            top_k=state.top_k[own],
+            top_p=state.top_p[own],
+            seed=state.seed[own],
+            choice=state.choice[own],
+            position=ends[rows.owner].astype(np.uint64),
+            num_logprobs=np.where(rows.target >= 0, state.num_prompt_logprobs[own], state.num_logprobs[own]),
+            target=rows.target,
+        )
+
+    def _result(self, plan: StepPlan, slots: Index, rows: _LogitRows, sampled: Sampled) -> StepResult:
+        result = StepResult(token_ids=[-1] * len(plan.seq_ids))
+        samples = (rows.target < 0) & (sampled.token_ids >= 0)
+        owners = rows.owner[samples]
+        self.slots.append(slots[owners], sampled.token_ids[samples])
+        for owner, token in zip(owners.tolist(), sampled.token_ids[samples].tolist(), strict=True):
+            result.token_ids[owner] = token
+        for i in np.flatnonzero(sampled.token_ids < 0):
+            result.errors[plan.seq_ids[rows.owner[i]]] = "the model's logits are not finite (NaN or infinite)"
+        for owner, target, entry in zip(rows.owner.tolist(), rows.target.tolist(), sampled.logprobs, strict=True):
+            if entry is None:
+                continue
+            seq_id = plan.seq_ids[owner]
+            if target < 0:
+                result.logprobs[seq_id] = entry
+            else:
+                result.prompt_logprobs.setdefault(seq_id, []).append(entry)
+        return result

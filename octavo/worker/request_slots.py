@@ -1,0 +1,114 @@
+"""What a worker remembers of its sequences between steps, in arrays that a step indexes and never rebuilds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.core import StepPlan
+from octavo.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class _Known:
+    """The part of a sequence's state that outlives its slot."""
+
+    params: SamplingParams
+    seed: int
+    choice: int
+    prompt_length: int
+    tokens: NDArray[np.int32]  # while it holds no slot; stale while it does
+    logprobs_from: int = 1  # position of the first prompt token whose logprob was not reported yet
+
+
+class RequestSlots:
+    """One row for each sequence that runs; a preempted one gives its row up and keeps only its tokens.
+
+    ::
+
+                    tokens [slot, position]        block_table [slot, block]    length  temperature  seed ...
+        slot 0      [ 11 12 13 14 42  .  . ]       [ 7 2 . . ]                  5       0.0          8
+        slot 1      [ 90 91  .  .  .  .  . ]       [ 5 . . . ]                  2       0.7          3
+        slot 2      (free)
+
+    Rows are committed to memory only as far as they were ever written.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.tokens = np.empty((max_num_seqs, max_model_len), np.int32)
+        self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.length = np.zeros(max_num_seqs, np.int32)  # known tokens
+        self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.temperature = np.zeros(max_num_seqs, np.float64)
+        self.top_k = np.zeros(max_num_seqs, np.int32)
+        self.top_p = np.ones(max_num_seqs, np.float64)
+        self.seed = np.zeros(max_num_seqs, np.uint64)
+        self.choice = np.zeros(max_num_seqs, np.uint64)
+        self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self._known: dict[int, _Known] = {}
+        self._slot_of: dict[int, int] = {}
+        self._free = list(range(max_num_seqs))[::-1]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def apply(self, plan: StepPlan) -> NDArray[np.intp]:
+        """Takes the plan's differences in; returns the slot of each planned sequence."""
+        for seq_id in plan.finished:
+            self._leave_slot(seq_id)
+            del self._known[seq_id]
+        for seq_id in plan.preempted:
+            slot = self._leave_slot(seq_id)
+            if slot is not None:
+                self._known[seq_id].tokens = self.tokens[slot, : self.length[slot]].copy()
+        for new in plan.new:
+            tokens = np.array(new.tokens, np.int32)
+            self._known[new.seq_id] = _Known(new.params, new.seed, new.choice, new.prompt_length, tokens)
+        slot_of = self._slot_of
+        slots = np.array([slot_of[s] if s in slot_of else self._take_slot(s) for s in plan.seq_ids], np.intp)
+        for seq_id, blocks in plan.new_blocks.items():
+            slot = slot_of[seq_id]
+            held = self.num_blocks[slot]
+            self.block_table[slot, held : held + len(blocks)] = blocks
+            self.num_blocks[slot] = held + len(blocks)
+        return slots
+
+    def append(self, slots: NDArray[np.intp], tokens: NDArray[np.int32]) -> None:
+        """Each of these sequences has sampled a token."""
+        self.tokens[slots, self.length[slots]] = tokens
+        self.length[slots] += 1
+
+    def prompt_rows(self, seq_id: int, start: int, count: int) -> tuple[int, int]:
+        """Positions [first, last) of this step at which the next token is one of the prompt, not yet reported."""
+        known = self._known[seq_id]
+        first = max(start, known.logprobs_from - 1)
+        last = min(start + count, known.prompt_length - 1)
+        known.logprobs_from = max(known.logprobs_from, last + 1)
+        return first, max(first, last)
+
+    def _take_slot(self, seq_id: int) -> int:
+        slot = self._free.pop()
+        self._slot_of[seq_id] = slot
+        known = self._known[seq_id]
+        params = known.params
+        self.length[slot] = len(known.tokens)
+        self.tokens[slot, : len(known.tokens)] = known.tokens
+        self.num_blocks[slot] = 0
+        self.temperature[slot] = 0.0 if params.greedy else params.temperature
+        self.top_k[slot] = max(min(params.top_k, np.iinfo(np.int32).max), 0)
+        self.top_p[slot] = params.top_p
+        self.seed[slot] = known.seed
+        self.choice[slot] = known.choice
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.num_prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        return slot
+
+    def _leave_slot(self, seq_id: int) -> int | None:
+        slot = self._slot_of.pop(seq_id, None)
+        if slot is not None:
+            self._free.append(slot)
+        return slot

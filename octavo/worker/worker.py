@@ -1,0 +1,121 @@
+"""A worker: keeps the weights, the KV cache and the state of the sequences, and runs its part of each step."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from dataclasses import dataclass
+
+from octavo.backends.base import Backend
+from octavo.config import EngineConfig, ModelConfig
+from octavo.core import StepPlan, StepResult
+from octavo.errors import ConfigError
+from octavo.models import build_graph
+from octavo.sampling import Sampler
+from octavo.weights import Checkpoint
+from octavo.worker.cache_engine import CacheEngine, MemoryPlan
+from octavo.worker.model_runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class BootReport:
+    """What was loaded, how it runs, and where the memory goes."""
+
+    model: str
+    family: str
+    backend: str
+    load_seconds: float
+    memory: MemoryPlan
+
+    def fields(self) -> dict[str, object]:
+        """For the log."""
+        memory = self.memory
+        return {
+            "model": self.model,
+            "family": self.family,
+            "backend": self.backend,
+            "load_seconds": self.load_seconds,
+            "memory_limit": memory.memory_limit,
+            "weight_bytes": memory.weight_bytes,
+            "kv_bytes": memory.kv_bytes,
+            "kv_bytes_per_token": memory.kv_bytes_per_token,
+            "num_blocks": memory.num_blocks,
+            "block_size": memory.block_size,
+            "max_model_len": memory.max_model_len,
+            "full_context_requests": memory.full_context_requests,
+        }
+
+    def __str__(self) -> str:
+        memory = self.memory
+        return (
+            f"{self.model} ({self.family}) on {self.backend}, loaded in {self.load_seconds:.1f} s\n"
+            f"  weights {_size(memory.weight_bytes)}; KV {_size(memory.kv_bytes_per_token)} a token; pool of "
+            f"{memory.num_blocks} blocks x {memory.block_size} tokens, {_size(memory.kv_bytes)} at most "
+            f"(process limit {_size(memory.memory_limit)})\n"
+            f"  context {memory.max_model_len} tokens; {memory.full_context_requests:.1f} requests of that length fit "
+            "at once"
+        )
+
+
+class Worker:
+    """Loads a model when it is made; then `execute` runs step after step."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, vocab_size: int) -> None:
+        """
+        Args:
+            vocab_size: ids that the tokeniser knows; larger ones are never sampled.
+
+        Raises:
+            ConfigError: the backend is missing here, or the memory does not suffice.
+            ModelError: the checkpoint does not hold the tensors that the model needs.
+        """
+        start = time.perf_counter()
+        backend = _make_backend(config, model, checkpoint, Sampler(vocab_size))
+        memory = CacheEngine(backend, config, model).plan
+        self._runner = ModelRunner(
+            backend,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=memory.max_model_len,
+        )
+        self.boot_report = BootReport(
+            model=checkpoint.path.name,
+            family=model.family,
+            backend=backend.description,
+            load_seconds=time.perf_counter() - start,
+            memory=memory,
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._runner.execute(plan)
+
+
+def _make_backend(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, sampler: Sampler) -> Backend:
+    if config.backend == "cpu":
+        raise ConfigError("backend='cpu': the native runtime is not part of this version yet; use 'torch'")
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("backend='torch' needs torch, which is not installed: pip install 'octavo[torch]'")
+    from octavo.backends.torch import TorchBackend, resolve_device
+
+    device = resolve_device(config.device)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    return TorchBackend(
+        build_graph(model, dtype),
+        checkpoint.tensors,
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        block_size=config.block_size,
+        num_threads=config.num_threads,
+        sampler=sampler,
+    )
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
