@@ -1,0 +1,188 @@
+"""The torch backend: walks the graph and calls one torch function per node. In float32 on a CPU it is the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.backends.base import Backend, Batch
+from octavo.backends.host_memory import memory_limit
+from octavo.backends.torch.ops import OPS
+from octavo.backends.torch.step import KVCache, Step
+from octavo.errors import ConfigError
+from octavo.graph import Graph, Node
+from octavo.sampling import Sampled, Sampler, SamplingRows
+from octavo.weights import WeightTensor
+
+LOGITS_BYTES = 64 << 20  # of float32 logits held at a time
+_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A node, ready to run."""
+
+    function: Callable[..., torch.Tensor]
+    inputs: tuple[str, ...]
+    weights: tuple[torch.Tensor, ...]
+    attrs: Mapping[str, Any]
+    output: str
+    last_uses: tuple[str, ...]  # values that no later call reads
+
+
+class TorchBackend(Backend):
+    """Runs a graph with torch.
+
+    Args:
+        graph: its output is the logits, [S, vocabulary] in float32.
+        weights: the checkpoint's tensors by internal name; each is expanded, converted and copied at once.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        dtype: of the activations: what the graph was traced with.
+        kv_cache_dtype: of stored keys and values, "float32" or "bfloat16".
+        block_size: tokens per KV block.
+        num_threads: of torch's operators. torch keeps this number per process and calling thread, so it is set in
+            every `execute` that finds another; None leaves torch's own choice.
+        sampler: draws tokens from the logits.
+
+    Raises:
+        ConfigError: the device does not exist.
+        ModelError: the checkpoint lacks a tensor, or one has another shape than the graph asks for.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        weights: Mapping[str, WeightTensor],
+        *,
+        device: str,
+        dtype: str,
+        kv_cache_dtype: str,
+        block_size: int,
+        num_threads: int | None,
+        sampler: Sampler,
+    ) -> None:
+        self._device = torch.device(resolve_device(device))
+        graph.check_weights({name: tensor.shape for name, tensor in weights.items()})
+        self._weights = {
+            weight.name: _load(weights[weight.name], _DTYPES[weight.dtype], self._device)
+            for weight in graph.weights.values()
+        }
+        self._dtype = dtype
+        self._kv_dtype = _DTYPES[kv_cache_dtype]
+        self._block_size = block_size
+        self._num_threads = num_threads
+        self._sampler = sampler
+        self._kv_shapes = graph.kv_shapes
+        calls = _calls(graph, self._weights)
+        head = next(i for i, node in enumerate(graph.nodes) if node.op == "lm_head")
+        self._body, self._head = calls[:head], calls[head:]  # the head runs for some rows at a time
+        self.kv_caches: dict[int, KVCache] = {}  # by layer; filled by allocate_kv_cache
+
+    @property
+    def description(self) -> str:
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
+        threads = f", {self._num_threads or torch.get_num_threads()} threads" if not name else f" ({name})"
+        kv = str(self._kv_dtype).removeprefix("torch.")
+        return f"torch {torch.__version__} on {self._device}{threads}, {self._dtype}, KV cache {kv}"
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self._weights.values())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(2 * heads * width * self._kv_dtype.itemsize for heads, width in self._kv_shapes.values())
+
+    def memory_limit(self) -> int:
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            return free + torch.cuda.memory_reserved(self._device)
+        return memory_limit()
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Make room for `num_blocks` blocks.
+
+        Raises:
+            ConfigError: the device does not have the memory.
+        """
+        try:
+            for layer, kv_shape in self._kv_shapes.items():
+                shape = (num_blocks, self._block_size, *kv_shape)
+                keys, values = (torch.empty(shape, dtype=self._kv_dtype, device=self._device) for _ in range(2))
+                self.kv_caches[layer] = KVCache(keys, values)
+        except RuntimeError as error:
+            self.kv_caches.clear()
+            size = num_blocks * self._block_size * self.kv_bytes_per_token
+            raise ConfigError(
+                f"a KV cache of {num_blocks} blocks ({size} bytes) does not fit on {self._device}; "
+                "lower num_kv_blocks or kv_cache_memory_bytes"
+            ) from error
+
+    def execute(self, batch: Batch, rows: SamplingRows) -> Sampled:
+        parts = [self._sampler(logits, rows.slice(first, first + len(logits))) for first, logits in self.forward(batch)]
+        return Sampled.concatenate(parts)
+
+    def forward(self, batch: Batch) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Run one step. The layers run at once; the logits follow in slices of about 64 MB.
+
+        Yields:
+            The first of the slice's logit rows, and the logits, float32 [n, vocabulary].
+        """
+        if self._num_threads is not None and torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        step = Step(batch, self.kv_caches, self._block_size, self._device)
+        hidden = self._run(self._body, step, {"token_ids": step.token_ids, "positions": step.positions})
+        size = max(1, LOGITS_BYTES // (4 * self._head[0].weights[0].shape[0]))
+        for first in range(0, len(hidden), size):
+            logits = self._run(self._head, step, {self._head[0].inputs[0]: hidden[first : first + size]})
+            yield first, logits.cpu().numpy()
+
+    @torch.inference_mode()
+    def _run(self, calls: list[_Call], step: Step, values: dict[str, torch.Tensor]) -> torch.Tensor:
+        for call in calls:
+            inputs = (values[name] for name in call.inputs)
+            values[call.output] = call.function(step, *inputs, *call.weights, **call.attrs)
+            for name in call.last_uses:
+                del values[name]
+        return values[calls[-1].output]
+
+
+def resolve_device(device: str) -> str:
+    """The torch device that `device` asks for; "auto" is cuda where there is one, else cpu.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if device == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return "cpu"
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not (index.isdecimal() or device == "cuda"):
+        raise ConfigError(f"device={device!r} is not known; use auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise ConfigError(f"device={device!r}: this process sees {count} CUDA devices; use cpu")
+    return f"cuda:{index or 0}"
+
+
+def _load(tensor: WeightTensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A copy of its own, so that the checkpoint's file can be closed."""
+    return torch.tensor(tensor.to_float32()).to(device, dtype)
+
+
+def _calls(graph: Graph, weights: Mapping[str, torch.Tensor]) -> list[_Call]:
+    last_reader = {value.name: node for node in graph.nodes for value in node.inputs}
+
+    def call(node: Node) -> _Call:
+        inputs = tuple(value.name for value in node.inputs)
+        last_uses = tuple(name for name in dict.fromkeys(inputs) if last_reader[name] is node)
+        own = tuple(weights[weight.name] for weight in node.weights)
+        return _Call(OPS[node.op], inputs, own, node.attrs, node.output.name, last_uses)
+
+    return [call(node) for node in graph.nodes]
