@@ -58,7 +58,7 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is refused. All are checked before any runs, so nothing is lost.
         """
-        batch: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)  # type: ignore[list-item]
+        batch: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         params = _one_each(sampling_params or SamplingParams(), len(batch), "sampling_params", SamplingParams)
         priorities = _one_each(priority if priority is not None else 0, len(batch), "priority", int)
         requests = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from octavo.config import EngineConfig
 from octavo.core import BlockManager, Scheduler, Sequence, make_policy
 from octavo.core.scheduler import SchedulerStats
@@ -87,7 +89,7 @@ def _close(output: SequenceOutput, sequence: Sequence, error: str | None) -> Non
     output.metrics = _metrics(sequence)
     output.error = error
     if error is not None:
-        log_event("request_failed", seq_id=sequence.seq_id, error=error)
+        log_event("request_failed", {"seq_id": sequence.seq_id, "error": error}, logging.WARNING)
 
 
 def _metrics(sequence: Sequence) -> RequestMetrics:

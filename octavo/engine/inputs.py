@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from octavo.config import ModelConfig
@@ -45,7 +45,7 @@ class InputProcessor:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority={priority!r}: expected a whole number")
         tokens = self._tokens(prompt)
-        self._check_ids("stop_token_ids", list(params.stop_token_ids))
+        self._check_ids("stop_token_ids", params.stop_token_ids)
         if len(tokens) >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens; the context holds {self.max_model_len}, and at least one must "
@@ -86,7 +86,7 @@ class InputProcessor:
             )
         return tokens
 
-    def _check_ids(self, name: str, ids: list[object]) -> None:
+    def _check_ids(self, name: str, ids: Sequence[object]) -> None:
         size = self.model.vocab_size
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:

@@ -49,7 +49,7 @@ class LLMEngine:
         self._outputs = OutputProcessor(self.tokenizer)
         self._seq_ids: dict[str, int] = {}  # of unfinished requests
         self._closed = False
-        log_event("engine_ready", **self.boot_report.fields())
+        log_event("engine_ready", self.boot_report.fields())
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> LLMEngine:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+.:/@%")
 
 
-def log_event(event: str, *, level: int = logging.INFO, **fields: object) -> None:
+def log_event(event: str, fields: Mapping[str, object], level: int = logging.INFO) -> None:
     """One event of the logger `octavo`; values with spaces or signs are quoted, so that a line splits without doubt."""
     logger = logging.getLogger("octavo")
     if logger.isEnabledFor(level):

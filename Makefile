@@ -1,0 +1,48 @@
+# Everything lives in .venv; nothing outside this folder but pip's and octavo's caches is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help demo test check format bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
+
+demo: $(VENV)/.runtime  ## install, fetch the small demo model, continue a few prompts together
+	$(BIN)/octavo generate --temperature 0 --max-tokens 48 \
+		"The capital of France is" \
+		"Water boils at" \
+		"A haiku about the sea:" \
+		"def fibonacci(n):" \
+		"The three primary colours are" \
+		"To make a cup of tea, first"
+
+test: $(VENV)/.dev  ## all tests, slow ones included
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests
+
+check: $(VENV)/.dev  ## ruff and mypy
+	$(BIN)/ruff check octavo tests benchmarks
+	$(BIN)/ruff format --check octavo tests benchmarks
+	$(BIN)/mypy octavo
+
+format: $(VENV)/.dev  ## let ruff mend what it can
+	$(BIN)/ruff check --fix octavo tests benchmarks
+	$(BIN)/ruff format octavo tests benchmarks
+
+bench: $(VENV)/.dev  ## the benchmarks that need no peer
+	$(BIN)/python benchmarks/scheduler.py
+
+clean:  ## remove the environment and caches of tools
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) install -q -c constraints.txt -e '.[torch]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PIP) install -q -c constraints.txt -e '.[torch,dev]'
+	touch $@
