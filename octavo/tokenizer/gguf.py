@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from octavo.errors import ModelError
 from octavo.tokenizer.gguf_bpe import build_bpe, read_pretokenizer
-from octavo.tokenizer.gguf_spm import build_spm
+from octavo.tokenizer.gguf_spm import build_spm, text_preparation
 from octavo.tokenizer.gguf_vocab import read_vocab
 from octavo.tokenizer.special_ids import eos_union, token_ids
 from octavo.tokenizer.tokenizer import SpecialIds, Tokenizer
@@ -38,7 +38,7 @@ def tokenizer_from_gguf(
         "sentencepiece" if is_spm else "byte_level",
         _special_ids(metadata, config, generation_config, len(vocab.tokens), adds_bos),
         len(vocab.tokens),
-        adds_space_prefix=adds_space_prefix,
+        prepare=text_preparation(adds_space_prefix) if is_spm else None,
         strips_leading_space=adds_space_prefix,
         chat_template=template if isinstance(template, str) else None,
     )

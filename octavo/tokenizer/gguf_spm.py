@@ -11,7 +11,7 @@ the same effect has, for each piece in order of falling score, every way to spli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tokenizers
@@ -48,6 +48,17 @@ def build_spm(metadata: Mapping[str, object], vocab: GgufVocab) -> tokenizers.To
     return engine
 
 
+def text_preparation(adds_space_prefix: bool) -> Callable[[str], str]:
+    """What happens to plain text before verbatim tokens are looked for in it: a literal U+2581 counts as a space, as
+    everywhere in SentencePiece, and a space goes first where the model wants one."""
+
+    def prepare(text: str) -> str:
+        text = text.replace(SPACE, " ")
+        return " " + text if adds_space_prefix and text else text
+
+    return prepare
+
+
 def _named_unknown(metadata: Mapping[str, object], vocab: GgufVocab) -> str | None:
     index = metadata.get("tokenizer.ggml.unknown_token_id")
     return vocab.tokens[index] if isinstance(index, int) and 0 <= index < len(vocab.tokens) else None
@@ -70,8 +81,8 @@ def _merges(scores: np.ndarray, vocab: GgufVocab) -> list[tuple[str, str]]:
     pieces = [vocab.tokens[i] for i in np.argsort(-scores, kind="stable") if normal[i]]
     known = set(pieces)
     return [
-        (piece[:cut], piece[cut:])
+        (left, right)
         for piece in pieces
         for cut in range(1, len(piece))
-        if piece[:cut] in known and piece[cut:] in known
+        if (left := piece[:cut]) in known and (right := piece[cut:]) in known
     ]

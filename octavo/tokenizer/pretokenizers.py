@@ -43,19 +43,25 @@ _DEEPSEEK_V3 = (
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
     """`patterns` are applied one after another, each to the pieces that the ones before left: a match becomes a piece
-    of its own, and so does every gap between matches."""
+    of its own, and so does every gap between matches. Then bytes are written as their printable stand-ins, and
+    `byte_patterns` cut those."""
 
     patterns: tuple[str, ...]
+    byte_patterns: tuple[str, ...] = ()
     nfc: bool = False  # the model composes Unicode (NFC) first
     ignore_merges: bool = False  # a word that is in the vocabulary is one token, whatever the merges say
     adds_bos: bool = False  # where the file does not say
 
     def splitter(self) -> pre_tokenizers.PreTokenizer:
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
-        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([*_splits(self.patterns), to_bytes, *_splits(self.byte_patterns)])
 
     def normalizer(self) -> normalizers.Normalizer | None:
         return normalizers.NFC() if self.nfc else None
+
+
+def _splits(patterns: tuple[str, ...]) -> list[pre_tokenizers.PreTokenizer]:
+    return [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
 
 
 _gpt2 = PreTokenizer((_GPT2,))
@@ -80,7 +86,7 @@ KNOWN: dict[str, PreTokenizer] = {
     "exaone": _digits_gpt2,
     "minerva-7b": _digits_gpt2,
     "command-r": replace(_digits_gpt2, nfc=True),
-    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2), byte_patterns=(r"\p{N}+", r"[0-9][0-9][0-9]")),
     "llama3": _llama3,
     "llama-v3": _llama3,
     "llama-bpe": _llama3,

@@ -7,17 +7,19 @@ so text can be streamed without looking back (see detokenizer.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import tokenizers
+from tokenizers import models
 
 from octavo.errors import ModelError, RequestError
 
 # How the vocabulary writes bytes: GPT-2's printable stand-ins, or SentencePiece's U+2581 for a space and <0xNN>.
 PieceStyle = Literal["byte_level", "sentencepiece"]
 
+_PLAIN = 0
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -47,12 +49,11 @@ class Tokenizer:
         special: SpecialIds,
         vocab_size: int,
         *,
-        adds_space_prefix: bool = False,
+        prepare: Callable[[str], str] | None = None,
         strips_leading_space: bool = False,
         chat_template: str | None = None,
     ) -> None:
-        """`adds_space_prefix`: a space goes before the text, and before what follows a special token, where `engine`
-        does not see to it itself."""
+        """`prepare` is applied to every stretch of plain text between special tokens, before `engine` sees it."""
         engine.no_truncation()
         engine.no_padding()
         self.vocab_size = vocab_size
@@ -65,9 +66,8 @@ class Tokenizer:
         self._engine = engine
         self._inert = _without_special_tokens(engine)
         self._style = style
-        self._adds_space_prefix = adds_space_prefix
-        special_texts = sorted((self._added[i] for i in self._special), key=len, reverse=True)
-        self._special_pattern = re.compile(f"({'|'.join(map(re.escape, special_texts))})") if special_texts else None
+        self._prepare = prepare
+        self._stretches = _stretch_engine([added[i].content for i in self._special])
         self._pieces: dict[int, bytes] = {}
 
     @property
@@ -98,8 +98,8 @@ class Tokenizer:
             RequestError: the text holds a lone surrogate, which no UTF-8 can carry.
         """
         _check_encodable(text)
-        if self._adds_space_prefix:
-            text = self._prefix_spaces(text, parse_special)
+        if self._prepare is not None:
+            text = self._prepared(text, self._prepare) if parse_special else self._prepare(text)
         engine = self._engine if parse_special else self._inert
         ids: list[int] = engine.encode(text, add_special_tokens=False).ids
         if not add_special_tokens:
@@ -145,11 +145,19 @@ class Tokenizer:
             return text.encode()
         return bytes(_BYTE_OF[char] for char in text) if all(char in _BYTE_OF for char in text) else text.encode()
 
-    def _prefix_spaces(self, text: str, parse_special: bool) -> str:
-        if not parse_special or self._special_pattern is None:
-            return " " + text if text else text
-        parts = self._special_pattern.split(text)  # text, special, text, special, ..., text
-        return "".join(" " + part if part and i % 2 == 0 else part for i, part in enumerate(parts))
+    def _prepared(self, text: str, prepare: Callable[[str], str]) -> str:
+        if prepare(text) == text:
+            return text
+        stretches = self._stretches.encode(text, add_special_tokens=False)
+        parts = [text[start:end] for start, end in stretches.offsets]
+        return "".join(prepare(part) if i == _PLAIN else part for part, i in zip(parts, stretches.ids, strict=True))
+
+
+def _stretch_engine(special: list[str]) -> tokenizers.Tokenizer:
+    """Cuts a text into special tokens and the stretches of plain text between them, which all get the id `_PLAIN`."""
+    engine = tokenizers.Tokenizer(models.WordLevel({"": _PLAIN}, unk_token=""))
+    engine.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
+    return engine
 
 
 def _without_special_tokens(engine: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

