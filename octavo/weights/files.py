@@ -51,6 +51,14 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     return value
 
 
+def shown(value: object) -> str:
+    """A value from a file as an error message shows it: short, on one line, whatever it is."""
+    if isinstance(value, str | int | float | bool | None):
+        text = repr(value)
+        return text if len(text) <= 80 else f"{text[:80]}..."
+    return "an array"
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from octavo.errors import ModelError
-from octavo.weights.files import map_file
+from octavo.weights.files import map_file, shown
 from octavo.weights.quants import TYPES_BY_GGML_ID
 from octavo.weights.tensor import WeightTensor, expected_nbytes
 
@@ -33,6 +33,8 @@ _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MIN_KEY_VALUE = 13  # bytes: empty key, type, one byte of value
 _MIN_TENSOR = 32  # bytes: empty name, dimension count, one dimension, type, offset
+_MAX_KEY = 65535
+_MAX_TENSOR_NAME = 64
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
 
@@ -55,23 +57,23 @@ def read_gguf(path: Path) -> GGUFFile:
     """
     parts = split_parts(path)
     first = _read_part(parts[0])
-    count = first.metadata.get("split.count", 1)
-    if count != len(parts) and not (count == 0 and len(parts) == 1):
+    count = _split_key(first, parts[0], "split.count", 1)
+    if max(count, 1) != len(parts):
         raise ModelError(
-            f"{parts[0]}: split.count is {count!r}, but the file name stands for {len(parts)} part(s); "
+            f"{parts[0]}: split.count is {count}, but the file name stands for {len(parts)} part(s); "
             "name the parts NAME-00001-of-0000N.gguf"
         )
     tensors = dict(first.tensors)
     for number, part in enumerate(parts[1:], 1):
         other = _read_part(part)
-        if other.metadata.get("split.no") != number or other.metadata.get("split.count") != count:
+        if (_split_key(other, part, "split.no", 0), _split_key(other, part, "split.count", 1)) != (number, count):
             raise ModelError(f"{part}: its split.no and split.count do not say part {number} of {count}")
         if twice := tensors.keys() & other.tensors.keys():
             raise ModelError(f"{part}: tensor {min(twice)} is also in an earlier part")
         tensors.update(other.tensors)
-    expected = first.metadata.get("split.tensors.count", len(tensors))
+    expected = _split_key(first, parts[0], "split.tensors.count", len(tensors))
     if expected != len(tensors):
-        raise ModelError(f"{path}: its parts hold {len(tensors)} tensors, but split.tensors.count is {expected!r}")
+        raise ModelError(f"{path}: its parts hold {len(tensors)} tensors, but split.tensors.count is {expected}")
     return GGUFFile(first.metadata, tensors)
 
 
@@ -87,6 +89,13 @@ def split_parts(path: Path) -> list[Path]:
             raise ModelError(f"{part}: part {number} of {int(match['count'])} of the split model is missing")
         parts.append(part)
     return parts or [path]
+
+
+def _split_key(file: GGUFFile, path: Path, key: str, default: int) -> int:
+    value = file.metadata.get(key, default)
+    if type(value) is not int:
+        raise ModelError(f"{path}: {key} is {shown(value)}; expected an integer")
+    return value
 
 
 class _Cursor:
@@ -118,6 +127,13 @@ class _Cursor:
 
     def string(self, what: str) -> str:
         return self.strings(1, what)[0]
+
+    def name(self, what: str, limit: int) -> str:
+        """A key or a tensor's name, which error messages may then quote whole."""
+        name = self.string(what)
+        if len(name) > limit:
+            raise self.fail(f"{what} is {len(name)} characters long; the limit is {limit}")
+        return name
 
     def strings(self, count: int, what: str) -> list[str]:
         """`count` strings; a plain loop over few names, since a vocabulary has 262,144 of them."""
@@ -158,7 +174,7 @@ def _read_part(path: Path) -> GGUFFile:
     descriptions = list(_read_descriptions(cursor, tensor_count))
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise cursor.fail(f"general.alignment is {alignment!r}; it must be a power of two")
+        raise cursor.fail(f"general.alignment is {shown(alignment)}; it must be a power of two")
     start = -(-cursor.position // alignment) * alignment
     return GGUFFile(metadata, _place(cursor, descriptions, start, alignment))
 
@@ -183,7 +199,7 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
 def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for index in range(count):
-        key = cursor.string(f"key {index}")
+        key = cursor.name(f"key {index}", _MAX_KEY)
         if key in metadata:
             raise cursor.fail(f"key {key!r} occurs twice")
         metadata[key] = _read_value(cursor, cursor.number("<u4", f"the type of {key!r}"), f"key {key!r}")
@@ -228,7 +244,7 @@ class _Description:
 
 def _read_descriptions(cursor: _Cursor, count: int) -> Iterator[_Description]:
     for index in range(count):
-        name = cursor.string(f"the name of tensor {index}")
+        name = cursor.name(f"the name of tensor {index}", _MAX_TENSOR_NAME)
         what = f"tensor {name!r}"
         rank = cursor.number("<u4", what)
         if not 1 <= rank <= _MAX_DIMENSIONS:
@@ -239,7 +255,9 @@ def _read_descriptions(cursor: _Cursor, count: int) -> Iterator[_Description]:
         if type_id not in TYPES_BY_GGML_ID:
             raise cursor.fail(f"{what} has the unknown tensor type {type_id}")
         kind = TYPES_BY_GGML_ID[type_id]
-        if 0 in dims or dims[0] % kind.block:
+        if 0 in dims:
+            raise cursor.fail(f"{what} is empty: its dimensions are {dims}")
+        if dims[0] % kind.block:
             raise cursor.fail(f"{what} has rows of {dims[0]} values; {kind.name} needs a multiple of {kind.block}")
         yield _Description(name, tuple(reversed(dims)), kind.name, offset)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from octavo.errors import ModelError
+from octavo.weights.files import shown
 from octavo.weights.tensor import WeightTensor
 
 Tensors = Mapping[str, WeightTensor]
@@ -26,43 +27,53 @@ class _Keys:
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.metadata = metadata
-        self.arch = metadata.get("general.architecture")
+        self.arch = ""
+        self.arch = self.text("general.architecture")
 
     def name(self, key: str) -> str:
-        return key if "." in key and key.split(".")[0] in ("general", "tokenizer") else f"{self.arch}.{key}"
+        return key if key.startswith(("general.", "tokenizer.")) else f"{self.arch}.{key}"
 
     def get(self, key: str) -> Any:
         return self.metadata.get(self.name(key))
 
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._required(key, default)
+        if not isinstance(value, str):
+            raise self._unexpected(key, value, "text")
+        return value
+
     def count(self, key: str, default: int | None = None) -> int:
         """A positive integer."""
-        value = self.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise ModelError(f"GGUF metadata lacks {self.name(key)}")
+        value = self._required(key, default)
         if isinstance(value, np.ndarray):
             raise ModelError(f"GGUF metadata: {self.name(key)} differs from layer to layer, which is not supported")
         if type(value) is not int or value < 1:
-            raise ModelError(f"GGUF metadata: {self.name(key)} is {value!r}; expected a positive integer")
+            raise self._unexpected(key, value, "a positive integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number, in the shortest decimal form that its float32 has: 1e-05, not 9.999999747378752e-06."""
-        value = self.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise ModelError(f"GGUF metadata lacks {self.name(key)}")
+        value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _FLOAT32_MAX:
-            raise ModelError(f"GGUF metadata: {self.name(key)} is {value!r}; expected a number")
+            raise self._unexpected(key, value, "a number")
         return float(str(np.float32(value)))
 
     def token(self, key: str) -> int | None:
-        value = self.get(f"tokenizer.ggml.{key}_token_id")
+        key = f"tokenizer.ggml.{key}_token_id"
+        value = self.get(key)
         if value is not None and (type(value) is not int or value < 0):
-            raise ModelError(f"GGUF metadata: tokenizer.ggml.{key}_token_id is {value!r}; expected a token id")
+            raise self._unexpected(key, value, "a token id")
         return value
+
+    def _required(self, key: str, default: object) -> Any:
+        value = self.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"GGUF metadata lacks {self.name(key)}")
+        return value
+
+    def _unexpected(self, key: str, value: object, expected: str) -> ModelError:
+        return ModelError(f"GGUF metadata: {self.name(key)} is {shown(value)}; expected {expected}")
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Tensors) -> Config:
@@ -80,7 +91,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Tensors) -> Config:
     keys = _Keys(metadata)
     if keys.arch not in _ARCHITECTURES:
         raise ModelError(
-            f"GGUF architecture {keys.arch!r} is not supported; supported: {', '.join(sorted(_ARCHITECTURES))}"
+            f"GGUF architecture {shown(keys.arch)} is not supported; supported: {', '.join(sorted(_ARCHITECTURES))}"
         )
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         raise ModelError("the GGUF file has no matrix token_embd.weight")
@@ -100,7 +111,7 @@ def _common(keys: _Keys, tensors: Tensors) -> Config:
     head_dim = keys.count("attention.key_length", keys.count("rope.dimension_count", max(hidden // heads, 1)))
     if keys.count("attention.value_length", head_dim) != head_dim:
         raise ModelError("GGUF models whose keys and values differ in width are not supported")
-    if keys.get("expert_count"):
+    if keys.number("expert_count", 0.0) > 0:
         raise ModelError(f"GGUF mixtures of experts ({keys.name('expert_count')} > 0) are not supported")
     stops = [keys.token("eos"), keys.token("eot"), keys.token("eom")]
     eos = list(dict.fromkeys(token for token in stops if token is not None))
@@ -139,7 +150,7 @@ def _gemma3(keys: _Keys, config: Config) -> Config:
         "sliding_window": keys.count("attention.sliding_window"),
         "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
         "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
     }
     pattern = keys.get("attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray):
@@ -148,8 +159,6 @@ def _gemma3(keys: _Keys, config: Config) -> Config:
         result["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
     else:
         result["sliding_window_pattern"] = keys.count("attention.sliding_window_pattern", 6)
-    if keys.get("final_logit_softcapping"):
-        result["final_logit_softcapping"] = keys.number("final_logit_softcapping")
     return result
 
 
@@ -157,20 +166,21 @@ _ARCHITECTURES: dict[str, Callable[[_Keys, Config], Config]] = {"llama": _llama,
 
 
 def _rope_scaling(keys: _Keys, tensors: Tensors) -> Config | None:
-    kind = keys.get("rope.scaling.type")
-    if kind is None and keys.get("rope.scale_linear") not in (None, 1.0):  # the key that came before rope.scaling
-        return {"rope_type": "linear", "factor": keys.number("rope.scale_linear")}
+    before = keys.number("rope.scale_linear", 1.0)  # the key that came before rope.scaling
+    kind = keys.text("rope.scaling.type", "none" if before == 1.0 else "linear")
     if "rope_freqs.weight" in tensors:
-        if kind not in (None, "none"):
-            raise ModelError(f"GGUF RoPE scaling {kind!r} together with rope_freqs.weight is not supported")
+        if kind != "none":
+            raise ModelError(f"GGUF RoPE scaling {shown(kind)} together with rope_freqs.weight is not supported")
         return {"rope_type": "factors", "freq_factors": tensors["rope_freqs.weight"].to_float32().ravel().tolist()}
-    if kind in (None, "none"):
+    if kind == "none":
         return None
     if kind == "linear":
-        return {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
+        return {"rope_type": "linear", "factor": keys.number("rope.scaling.factor", None if before == 1.0 else before)}
     if kind == "yarn":
         return _yarn(keys)
-    raise ModelError(f"GGUF RoPE scaling {kind!r} is not supported; supported: none, linear, yarn, rope_freqs.weight")
+    raise ModelError(
+        f"GGUF RoPE scaling {shown(kind)} is not supported; supported: none, linear, yarn, rope_freqs.weight"
+    )
 
 
 def _yarn(keys: _Keys) -> Config:

@@ -65,7 +65,7 @@ def _fetch_from_hub(repo: str, file: str | None, cache_dir: Path | None) -> Path
             ignore_patterns=None if file else _SUBDIRECTORIES,
             cache_dir=cache_dir / "hub" if cache_dir else None,
         )
-    except (OSError, ValueError, errors.HTTPError) as error:
+    except (OSError, ValueError, errors.HTTPError) as error:  # type: ignore[attr-defined]  # HTTP library, by version
         reason = " ".join(str(error).split())
         raise ModelError(
             f"model {repo!r} not found: no such file or directory, and the Hugging Face hub did not give it: {reason}"
