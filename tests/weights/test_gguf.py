@@ -67,7 +67,7 @@ def test_opening_is_fast_enough_for_a_cold_start(gemma3_path):
         start = time.perf_counter()
         assert len(read_gguf(path).metadata["tokenizer.ggml.tokens"]) == 262144
         times.append(time.perf_counter() - start)
-    assert min(times) < 0.6  # 0.1 s on an idle core
+    assert min(times) < 1  # 0.1 s on an idle core; the gguf package takes ten
 
 
 @pytest.mark.parametrize("version", [2, 3])
