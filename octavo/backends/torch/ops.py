@@ -25,7 +25,7 @@ def linear(step: Step, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def rms_norm(step: Step, x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
-    groups = x.view(len(x), -1, len(weight))  # one, or one per head
+    groups = x.view(len(x), x.shape[1] // len(weight), len(weight))  # one, or one per head; there may be no row
     return F.rms_norm(groups.float(), weight.shape, weight, eps).to(x.dtype).view_as(x)
 
 
