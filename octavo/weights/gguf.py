@@ -33,7 +33,6 @@ _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MIN_KEY_VALUE = 13  # bytes: empty key, type, one byte of value
 _MIN_TENSOR = 32  # bytes: empty name, dimension count, one dimension, type, offset
-_MAX_KEY = 65535
 _MAX_TENSOR_NAME = 64
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
@@ -128,13 +127,6 @@ class _Cursor:
     def string(self, what: str) -> str:
         return self.strings(1, what)[0]
 
-    def name(self, what: str, limit: int) -> str:
-        """A key or a tensor's name, which error messages may then quote whole."""
-        name = self.string(what)
-        if len(name) > limit:
-            raise self.fail(f"{what} is {len(name)} characters long; the limit is {limit}")
-        return name
-
     def strings(self, count: int, what: str) -> list[str]:
         """`count` strings; a plain loop over few names, since a vocabulary has 262,144 of them."""
         self.require(8 * count, what)
@@ -199,10 +191,11 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
 def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for index in range(count):
-        key = cursor.name(f"key {index}", _MAX_KEY)
+        key = cursor.string(f"key {index}")
+        what = f"key {shown(key)}"
         if key in metadata:
-            raise cursor.fail(f"key {key!r} occurs twice")
-        metadata[key] = _read_value(cursor, cursor.number("<u4", f"the type of {key!r}"), f"key {key!r}")
+            raise cursor.fail(f"{what} occurs twice")
+        metadata[key] = _read_value(cursor, cursor.number("<u4", what), what)
     return metadata
 
 
@@ -244,7 +237,9 @@ class _Description:
 
 def _read_descriptions(cursor: _Cursor, count: int) -> Iterator[_Description]:
     for index in range(count):
-        name = cursor.name(f"the name of tensor {index}", _MAX_TENSOR_NAME)
+        name = cursor.string(f"the name of tensor {index}")
+        if len(name) > _MAX_TENSOR_NAME:
+            raise cursor.fail(f"the name of tensor {index} has {len(name)} characters; the limit is {_MAX_TENSOR_NAME}")
         what = f"tensor {name!r}"
         rank = cursor.number("<u4", what)
         if not 1 <= rank <= _MAX_DIMENSIONS:
