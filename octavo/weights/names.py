@@ -76,7 +76,7 @@ _GGUF_PARTS = {
 _GGUF_CONFIG_TENSORS = {"rope_freqs.weight"}  # read by gguf_config.py
 
 # Models whose Hugging Face checkpoints store w where the norm multiplies by 1 + w. Gemma 3n and later do not.
-_ONE_PLUS_NORMS = {"gemma", "gemma2", "gemma3", "gemma3_text"}
+_ONE_PLUS_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")
 
 
 def from_hf(stored: Mapping[str, WeightTensor], config: Mapping[str, Any]) -> tuple[dict[str, WeightTensor], list[str]]:
@@ -138,7 +138,7 @@ def untie(tensors: Mapping[str, WeightTensor], config: Mapping[str, Any]) -> tup
     Returns:
         The tensors without a tied `lm_head.weight`, and whether it is tied.
     """
-    text = config.get("text_config", {})
+    text = config.get("text_config") or {}
     by_default = str(config.get("model_type", "")).startswith("gemma")
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", by_default)))
     result = dict(tensors)

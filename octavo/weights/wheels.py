@@ -99,7 +99,7 @@ class _Contents:
         """Files are known by their last name alone, so that no member can leave the directory it is unpacked into."""
         for info in wheel.infolist():
             path = PurePosixPath(info.filename)
-            if info.is_dir() or path.parts[0].endswith(".dist-info"):
+            if info.filename.endswith("/") or ".dist-info/" in info.filename:
                 continue
 
             def opener(info: zipfile.ZipInfo = info) -> IO[bytes]:

@@ -183,6 +183,13 @@ def test_a_bad_config(tmp_path, config, reason):
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "config", ["{}", '{"model_type": ["llama"], "text_config": null, "tie_word_embeddings": null}']
+)
+def test_what_a_config_says_about_the_model_is_not_judged_here(tmp_path, config):
+    assert open_checkpoint(minimal(tmp_path, config)).tensors["norm.weight"].to_float32().tolist() == [1, 1]
+
+
 def test_a_bad_generation_config(tmp_path):
     (minimal(tmp_path) / "generation_config.json").write_text("nonsense")
     with pytest.raises(ModelError, match=r"generation_config\.json: not valid JSON"):

