@@ -1,4 +1,8 @@
-"""Streaming detokenisation: ids in, whole characters out."""
+"""Streaming detokenisation: ids in, whole characters out.
+
+Not built on `tokenizers.decoders.DecodeStream`, which takes any U+FFFD at the end of its text for an unfinished
+character: a genuine one is held back, and over invalid bytes it falls silent and decodes all of them again each step.
+"""
 
 from __future__ import annotations
 

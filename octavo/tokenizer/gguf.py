@@ -9,7 +9,7 @@ from octavo.tokenizer.gguf_bpe import build_bpe, read_pretokenizer
 from octavo.tokenizer.gguf_spm import build_spm, text_preparation
 from octavo.tokenizer.gguf_vocab import read_vocab
 from octavo.tokenizer.special_ids import eos_union, token_ids
-from octavo.tokenizer.tokenizer import SpecialIds, Tokenizer
+from octavo.tokenizer.tokenizer import PieceStyle, SpecialIds, Tokenizer
 
 
 def tokenizer_from_gguf(
@@ -27,18 +27,24 @@ def tokenizer_from_gguf(
             "'llama' (SentencePiece BPE)"
         )
     vocab = read_vocab(metadata)
-    is_spm = model == "llama"
-    engine = build_spm(metadata, vocab) if is_spm else build_bpe(metadata, vocab)
+    style: PieceStyle
+    if model == "llama":
+        style, engine, adds_bos = "sentencepiece", build_spm(metadata, vocab), True
+        adds_space_prefix = _flag(metadata, "add_space_prefix", True)
+    else:
+        rules = read_pretokenizer(metadata)
+        style, engine, adds_bos = "byte_level", build_bpe(metadata, vocab, rules), rules.adds_bos
+        adds_space_prefix = False  # the key means nothing here, as in llama.cpp
     engine.add_tokens(vocab.added_tokens())
-    adds_bos = _flag(metadata, "add_bos_token", is_spm or read_pretokenizer(metadata).adds_bos)
-    adds_space_prefix = is_spm and _flag(metadata, "add_space_prefix", True)  # byte-level BPE: the key has no effect
     template = metadata.get("tokenizer.chat_template")
     return Tokenizer(
         engine,
-        "sentencepiece" if is_spm else "byte_level",
-        _special_ids(metadata, config, generation_config, len(vocab.tokens), adds_bos),
+        style,
+        _special_ids(
+            metadata, config, generation_config, len(vocab.tokens), _flag(metadata, "add_bos_token", adds_bos)
+        ),
         len(vocab.tokens),
-        prepare=text_preparation(adds_space_prefix) if is_spm else None,
+        prepare=text_preparation(adds_space_prefix) if style == "sentencepiece" else None,
         strips_leading_space=adds_space_prefix,
         chat_template=template if isinstance(template, str) else None,
     )

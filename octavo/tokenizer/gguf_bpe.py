@@ -15,6 +15,9 @@ from octavo.tokenizer.pretokenizers import PreTokenizer, pretokenizer
 def read_pretokenizer(metadata: Mapping[str, object]) -> PreTokenizer:
     """The word-splitting rules that the file names.
 
+    Raises:
+        ModelError: it names none, or one that is not known.
+
     llama.cpp takes its "default" rule where the name is missing and warns of degraded output. Those are files older
     than the key: none of their models was trained with that rule, so octavo refuses them instead.
     """
@@ -27,8 +30,12 @@ def read_pretokenizer(metadata: Mapping[str, object]) -> PreTokenizer:
     return pretokenizer(name)
 
 
-def build_bpe(metadata: Mapping[str, object], vocab: GgufVocab) -> tokenizers.Tokenizer:
-    rules = read_pretokenizer(metadata)
+def build_bpe(metadata: Mapping[str, object], vocab: GgufVocab, rules: PreTokenizer) -> tokenizers.Tokenizer:
+    """Words by `rules`, then merges in the order of the file.
+
+    Raises:
+        ModelError: the merges are missing, or one uses a token that the vocabulary lacks.
+    """
     merges = _merges(string_list(metadata, "tokenizer.ggml.merges"), vocab.ids)
     engine = tokenizers.Tokenizer(models.BPE(vocab=vocab.ids, merges=merges, ignore_merges=rules.ignore_merges))
     engine.pre_tokenizer = rules.splitter()

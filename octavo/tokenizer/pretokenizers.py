@@ -13,6 +13,14 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 from octavo.errors import ModelError
 
+# Steps that the original files take from the library instead of a regex: its tables are of another Unicode version.
+_EACH_DIGIT, _DIGIT_RUNS, _PUNCTUATION = "each digit", "digit runs", "punctuation"
+_LIBRARY_STEPS = {
+    _EACH_DIGIT: pre_tokenizers.Digits(individual_digits=True),
+    _DIGIT_RUNS: pre_tokenizers.Digits(individual_digits=False),
+    _PUNCTUATION: pre_tokenizers.Punctuation("contiguous"),
+}
+
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,7 +36,6 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_U
 _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = _CASED % ("", "") + r"|\p{N}|" + _CASED_TAIL
 _GPT4O = _CASED % (f"{_CONTRACTION}?", f"{_CONTRACTION}?") + r"|\p{N}{1,3}|" + _CASED_TAIL
-_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 # Cased letters of some scripts, spelled out by the original; as escapes, since normalising this file would change it.
 _DEEPSEEK_LLM_LETTERS = (
     r"\s?["
@@ -56,9 +63,9 @@ _DEEPSEEK_V3 = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """`patterns` are applied one after another, each to the pieces that the ones before left: a match becomes a piece
-    of its own, and so does every gap between matches. Then bytes are written as their printable stand-ins, and
-    `byte_patterns` cut those."""
+    """`patterns`, each a regex or a library step, are applied one after another to the pieces that the ones before
+    left: a match becomes a piece of its own, and so does every gap between matches. Then bytes are written as their
+    printable stand-ins, and `byte_patterns` cut those."""
 
     patterns: tuple[str, ...]
     byte_patterns: tuple[str, ...] = ()
@@ -75,44 +82,37 @@ class PreTokenizer:
 
 
 def _splits(patterns: tuple[str, ...]) -> list[pre_tokenizers.PreTokenizer]:
-    return [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    return [_LIBRARY_STEPS.get(p) or pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
 
 
 _gpt2 = PreTokenizer((_GPT2,))
-_digits_gpt2 = PreTokenizer((r"\p{N}", _GPT2))
+_digits_gpt2 = PreTokenizer((_EACH_DIGIT, _GPT2))
 _llama3 = PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True)
 _cl100k = PreTokenizer((_LLAMA3,))
 _qwen2 = PreTokenizer((_QWEN2,), nfc=True)
-_bloom = PreTokenizer((_BLOOM,))
 
 KNOWN: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),  # llama.cpp's own
     "gpt-2": _gpt2,
     "phi-2": _gpt2,
     "jais": _gpt2,
-    "exaone4": _gpt2,
     "mpt": replace(_gpt2, nfc=True),
     "olmo": replace(_gpt2, nfc=True),
     "smollm": _digits_gpt2,
     "starcoder": _digits_gpt2,
     "refact": _digits_gpt2,
     "codeshell": _digits_gpt2,
-    "exaone": _digits_gpt2,
-    "minerva-7b": _digits_gpt2,
     "command-r": replace(_digits_gpt2, nfc=True),
-    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2), byte_patterns=(r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "falcon": PreTokenizer((_PUNCTUATION, _GPT2), byte_patterns=(_DIGIT_RUNS, r"[0-9][0-9][0-9]")),
     "llama3": _llama3,
     "llama-v3": _llama3,
     "llama-bpe": _llama3,
     "falcon3": _llama3,
     "lfm2": _llama3,
     "dbrx": _cl100k,
-    "smaug-bpe": _cl100k,
     "glm4": _cl100k,
-    "chatglm-bpe": _cl100k,
     "qwen2": _qwen2,
     "deepseek-r1-qwen": _qwen2,
-    "megrez": _qwen2,
     "stablelm2": _qwen2,
     "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, adds_bos=True),
@@ -125,17 +125,13 @@ KNOWN: dict[str, PreTokenizer] = {
             r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
             r"\s+$",
             _CJK_HANGUL,
-            r"\p{N}",
+            _EACH_DIGIT,
         )
     ),
-    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_HANGUL, r"\p{N}")),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_HANGUL, _EACH_DIGIT)),
     "deepseek-v3": PreTokenizer(
         (r"\p{N}{1,3}", r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+", _DEEPSEEK_V3)
     ),
-    "bloom": _bloom,
-    "poro-chat": _bloom,
-    "gpt3-finnish": _bloom,
-    "viking": PreTokenizer((_BLOOM, r"\p{N}")),
 }
 
 

@@ -93,6 +93,23 @@ def test_round_trip(smollm2: Checkpoint, smollm2_tokenizer: Tokenizer) -> None:
     check()
 
 
+def test_special_text_stays_inert_inside_random_text(smollm2_tokenizer: Tokenizer) -> None:
+    parts = st.sampled_from(["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "start|>", "<|", " ", "\n", "a"])
+
+    @settings(deadline=None, max_examples=300)
+    @given(st.lists(parts, max_size=12).map("".join))
+    def check(text: str) -> None:
+        ids = smollm2_tokenizer.encode(text, parse_special=False)
+        assert not any(smollm2_tokenizer.is_special(i) for i in ids)
+        assert smollm2_tokenizer.decode(ids) == text
+        parsed = smollm2_tokenizer.encode(text)
+        assert smollm2_tokenizer.decode(parsed, skip_special_tokens=False) == text
+        special = text.count("<|im_start|>") + text.count("<|im_end|>") + text.count("<|endoftext|>")
+        assert sum(map(smollm2_tokenizer.is_special, parsed)) == special
+
+    check()
+
+
 def test_special_text_stays_inert(smollm2_tokenizer: Tokenizer) -> None:
     for text in SPECIAL_TEXTS:
         ids = smollm2_tokenizer.encode(text, parse_special=False)
@@ -198,8 +215,6 @@ def test_words_equal_the_original_rules(name: str, original: pre_tokenizers.PreT
         ("qwen35", "नमस्ते", ["नमस्ते"]),
         ("deepseek-v3", "x1234 你好!?", ["x", "123", "4", " ", "你好", "!?"]),
         ("deepseek-llm", "Ab 你好12, яώ x\n", ["Ab", " ", "你好", "1", "2", ",", " яώ", " x", "\n"]),
-        ("bloom", "Hi, you (two)", ["Hi", ",", " you", " (", "two", ")"]),
-        ("viking", "a12", ["a", "1", "2"]),
         ("default", "a1234+b", ["a", "123", "4", "+", "b"]),
     ],
 )
