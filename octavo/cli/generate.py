@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from octavo.cli.fetch import fetch
 from octavo.cli.options import add_engine_flags, add_sampling_flags, engine_from, sampling_from
 from octavo.config import DEMO_MODEL
 from octavo.engine import LLMEngine
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_from(args)
     prompts = _prompts(args)
     notes = Console(stderr=True, quiet=args.quiet, highlight=False, soft_wrap=True)
-    engine = LLMEngine(config)
+    engine = LLMEngine(replace(config, model=str(fetch(config.model))))
     notes.print(str(engine.boot_report), style="dim", markup=False)
     refused = 0
     start = time.perf_counter()

@@ -11,10 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from octavo.cli.fetch import fetch
 from octavo.config import DEMO_MODEL, ModelConfig
 from octavo.models import build_graph, model_config
 from octavo.tokenizer import Tokenizer, load_tokenizer
-from octavo.weights import Checkpoint, open_checkpoint, resolve_model
+from octavo.weights import Checkpoint, open_checkpoint
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -31,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    checkpoint = open_checkpoint(resolve_model(args.model))
+    checkpoint = open_checkpoint(fetch(args.model))
     model = model_config(checkpoint.config, checkpoint.generation_config)
     if args.graph:
         print(build_graph(model, "float32"))

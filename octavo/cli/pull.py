@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from octavo.weights import open_checkpoint, resolve_model
+from octavo.cli.fetch import fetch
+from octavo.weights import open_checkpoint
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -19,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    path = resolve_model(args.model, progress=lambda line: print(f"octavo: {line}", file=sys.stderr))
+    path = fetch(args.model)
     checkpoint = open_checkpoint(path)
     print(path)
     print(

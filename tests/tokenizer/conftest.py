@@ -1,19 +1,7 @@
-from pathlib import Path
-
 import pytest
 
 from octavo.tokenizer import Tokenizer, load_tokenizer
-from octavo.weights import Checkpoint, open_checkpoint
-
-
-@pytest.fixture(scope="session")
-def smollm2(smollm2_path: Path) -> Checkpoint:
-    return open_checkpoint(smollm2_path)
-
-
-@pytest.fixture(scope="session")
-def gemma3(gemma3_path: Path) -> Checkpoint:
-    return open_checkpoint(gemma3_path)
+from octavo.weights import Checkpoint
 
 
 @pytest.fixture(scope="session")
