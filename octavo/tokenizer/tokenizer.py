@@ -67,7 +67,7 @@ class Tokenizer:
         self._inert = _without_special_tokens(engine)
         self._style = style
         self._prepare = prepare
-        self._stretches = _stretch_engine([added[i].content for i in self._special])
+        self._stretches = _stretch_engine([self._added[i] for i in self._special]) if prepare is not None else None
         self._pieces: dict[int, bytes] = {}
 
     @property
@@ -98,8 +98,7 @@ class Tokenizer:
             RequestError: the text holds a lone surrogate, which no UTF-8 can carry.
         """
         _check_encodable(text)
-        if self._prepare is not None:
-            text = self._prepared(text, self._prepare) if parse_special else self._prepare(text)
+        text = self._prepared(text, parse_special)
         engine = self._engine if parse_special else self._inert
         ids: list[int] = engine.encode(text, add_special_tokens=False).ids
         if not add_special_tokens:
@@ -131,13 +130,13 @@ class Tokenizer:
     def _piece(self, token_id: int) -> bytes:
         piece = self._pieces.get(token_id)
         if piece is None:
-            piece = self._pieces[token_id] = self._spell(token_id)
+            text = self._engine.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+            if text is None:
+                return b""
+            piece = self._pieces[token_id] = self._spell(token_id, text)
         return piece
 
-    def _spell(self, token_id: int) -> bytes:
-        text = self._engine.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
-        if text is None:
-            return b""
+    def _spell(self, token_id: int, text: str) -> bytes:
         if self._style == "sentencepiece":
             byte = _BYTE_PIECE.fullmatch(text)
             return bytes([int(byte[1], 16)]) if byte else text.replace("▁", " ").encode()
@@ -145,12 +144,15 @@ class Tokenizer:
             return text.encode()
         return bytes(_BYTE_OF[char] for char in text) if all(char in _BYTE_OF for char in text) else text.encode()
 
-    def _prepared(self, text: str, prepare: Callable[[str], str]) -> str:
-        if prepare(text) == text:
+    def _prepared(self, text: str, parse_special: bool) -> str:
+        if self._prepare is None or self._stretches is None:
             return text
+        prepared = self._prepare(text)
+        if not parse_special or prepared == text:
+            return prepared
         stretches = self._stretches.encode(text, add_special_tokens=False)
-        parts = [text[start:end] for start, end in stretches.offsets]
-        return "".join(prepare(part) if i == _PLAIN else part for part, i in zip(parts, stretches.ids, strict=True))
+        parts = zip(stretches.offsets, stretches.ids, strict=True)
+        return "".join(self._prepare(text[a:b]) if i == _PLAIN else text[a:b] for (a, b), i in parts)
 
 
 def _stretch_engine(special: list[str]) -> tokenizers.Tokenizer:

@@ -9,7 +9,7 @@ from octavo.tokenizer import Tokenizer
 MEGABYTE = 1_000_000
 
 
-@pytest.mark.parametrize("unit", ["a", " ", "\n", "A1", "\t ", "▁ <", "the quick brown fox, 42 😊\n", "<|im_start|>"])
+@pytest.mark.parametrize("unit", ["a", "\t ", "▁ <", "the quick brown fox, 42 😊\n", "<|im_start|>"])
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_a_megabyte(name: str, unit: str, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(f"{name}_tokenizer")
