@@ -125,12 +125,12 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            _check_type(f.name, getattr(self, f.name), str(f.type))
         _one_of("backend", self.backend, "auto", "cpu", "torch")
         _one_of("dtype", self.dtype, "auto", "float32", "bfloat16")
         _one_of("kv_cache_dtype", self.kv_cache_dtype, "auto", "float32", "bfloat16")
         _one_of("scheduling_policy", self.scheduling_policy, "fcfs", "priority")
+        for f in fields(self):
+            _check_type(f.name, getattr(self, f.name), str(f.type))
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "kv_cache_memory_bytes", "num_kv_blocks", "num_threads"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from octavo.errors import RequestError
 MAX_LOGPROBS = 20  # as OpenAI's top_logprobs; a request for more is refused
 GREEDY_TEMPERATURE = 1e-3  # at or below this a temperature is greedy: nothing else is left of the distribution
 MAX_SEED = 2**64 - 1
+MAX_TOP_K = 2**31 - 1  # what the sampler's int32 holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise RequestError("top_p=0: must be above 0 and at most 1")
-        _integer("top_k", self.top_k, -1, None)
+        _integer("top_k", self.top_k, -1, MAX_TOP_K)
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED)
         if self.max_tokens is not None:
@@ -77,7 +78,7 @@ def _number(name: str, value: Any, low: float, high: float | None) -> None:
     limits = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RequestError(f"{name}={value!r}: expected a number {limits}")
-    if not math.isfinite(value) or value < low or (high is not None and value > high):
+    if not low <= value <= (sys.float_info.max if high is None else high):  # false for a NaN
         raise RequestError(f"{name}={value!r}: must be a finite number {limits}")
 
 

@@ -71,9 +71,15 @@ class Scheduler:
         """Queues a sequence.
 
         Raises:
-            RequestError: even alone it could not be computed to its end in the whole pool.
+            RequestError: even alone it could not be computed to its end in the whole pool, or it has nothing to compute
+                or nothing to sample.
         """
-        needed = self.blocks.blocks_for(max(sequence.max_length - 1, 1))
+        if not 1 <= len(sequence.tokens) < sequence.max_length:
+            raise RequestError(
+                f"the request has {len(sequence.tokens)} known tokens; it needs at least 1, and fewer than its maximum "
+                f"length of {sequence.max_length}"
+            )
+        needed = self.blocks.blocks_for(sequence.max_length - 1)
         if needed > self.blocks.pool.num_blocks:
             raise RequestError(
                 f"the request needs {needed} KV blocks for {sequence.max_length} tokens ({len(sequence.tokens)} of "
@@ -147,8 +153,9 @@ class Scheduler:
         for seq_id in result.errors:
             sequence = find(seq_id)
             if sequence is not None:
+                if sequence.finish_reason is None:  # else its token has just ended it, and it is in the list
+                    finished.append(sequence)
                 sequence.finish_reason = "error"
-                finished.append(sequence)
         self._account(computed)
         for sequence in finished:
             self._finish(sequence, now)

@@ -38,7 +38,7 @@ class SamplingRows:
 class Sampled:
     """The sampler's answer."""
 
-    token_ids: NDArray[np.int32]  # [S]; the target where there was one; -1 where the logits held a NaN
+    token_ids: NDArray[np.int32]  # [S]; the target where there was one; -1 where the largest logit is no finite number
     logprobs: list[TokenLogprobs | None]  # [S]
 
     @staticmethod

@@ -28,10 +28,11 @@ class Sampler:
         """Logits [S, V] with V at least `vocab_size`; see SamplingRows for what is done with each row."""
         logits = logits[:, : self.vocab_size]
         best = logits.argmax(axis=1)  # the first of equals, and a NaN before anything else
+        broken = ~np.isfinite(logits[np.arange(len(logits)), best])
         token_ids = np.where(rows.target >= 0, rows.target, best).astype(np.int32)
-        for i in np.flatnonzero((rows.temperature > 0) & (rows.target < 0)):
+        for i in np.flatnonzero((rows.temperature > 0) & (rows.target < 0) & ~broken):
             token_ids[i] = _draw(logits[i], rows, int(i))
-        token_ids[~np.isfinite(logits[np.arange(len(logits)), best])] = -1
+        token_ids[broken] = -1
         logprobs = [
             _logprobs(logits[i], int(token), int(count)) if count >= 0 and token >= 0 else None
             for i, (token, count) in enumerate(zip(token_ids, rows.num_logprobs, strict=True))
@@ -54,7 +55,8 @@ def _draw(logits: Logits, rows: SamplingRows, i: int) -> int:
         weights = weights[kept]
     cumulative = np.cumsum(weights)
     u = uniform(rows.seed[i : i + 1], rows.choice[i : i + 1], rows.position[i : i + 1])[0]
-    index = min(int(np.searchsorted(cumulative, u * cumulative[-1], side="right")), len(cumulative) - 1)
+    last = int(np.searchsorted(cumulative, cumulative[-1]))  # of any weight: u * total may round up to the total
+    index = min(int(np.searchsorted(cumulative, u * cumulative[-1], side="right")), last)
     return index if kept is None else int(kept[index])
 
 
