@@ -99,7 +99,7 @@ class RequestSlots:
         self.tokens[slot, : len(known.tokens)] = known.tokens
         self.num_blocks[slot] = 0
         self.temperature[slot] = 0.0 if params.greedy else params.temperature
-        self.top_k[slot] = max(min(params.top_k, np.iinfo(np.int32).max), 0)
+        self.top_k[slot] = max(params.top_k, 0)
         self.top_p[slot] = params.top_p
         self.seed[slot] = known.seed
         self.choice[slot] = known.choice

@@ -1,0 +1,152 @@
+"""The arrays of a step, checked against the plan by hand, with a backend that only records what it is given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from octavo.backends.base import Backend, Batch
+from octavo.core import NewSequence, StepPlan
+from octavo.sampling import Sampled, SamplingRows
+from octavo.sampling_params import SamplingParams
+from octavo.worker.model_runner import ModelRunner
+
+
+class Recorder(Backend):
+    """Samples 100, 101, ... and keeps what it was given."""
+
+    description = "recorder"
+    weight_bytes = 0
+    kv_bytes_per_token = 1
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.rows: list[SamplingRows] = []
+        self.bad_rows: set[int] = set()
+
+    def memory_limit(self) -> int:
+        return 1 << 30
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        pass
+
+    def execute(self, batch: Batch, rows: SamplingRows) -> Sampled:
+        self.batches.append(batch)
+        self.rows.append(rows)
+        tokens = np.where(rows.target >= 0, rows.target, 100 + np.arange(len(rows))).astype(np.int32)
+        for row in self.bad_rows:
+            tokens[row] = -1
+        return Sampled(tokens, [None] * len(rows))
+
+
+@pytest.fixture
+def runner() -> ModelRunner:
+    return ModelRunner(Recorder(), block_size=4, max_num_seqs=3, max_model_len=32)
+
+
+def new(seq_id: int, tokens: list[int], **params: object) -> NewSequence:
+    return NewSequence(seq_id, tokens, len(tokens), SamplingParams(**params), seed=seq_id + 40, choice=0)
+
+
+def plan(starts: dict[int, tuple[int, int]], **fields: object) -> StepPlan:
+    return StepPlan(
+        seq_ids=list(starts),
+        starts=[start for start, _ in starts.values()],
+        num_tokens=[count for _, count in starts.values()],
+        **fields,
+    )
+
+
+def test_the_example_of_the_batch_docstring(runner: ModelRunner) -> None:
+    first = plan({0: (0, 5), 1: (0, 4)}, new=[new(0, [1, 2, 3, 4, 5]), new(1, [7, 8, 9, 10, 11, 12, 13, 14])],
+                 new_blocks={0: [7, 2], 1: [5]})  # fmt: skip
+    assert runner.execute(first).token_ids == [100, -1]
+    second = plan({0: (5, 1), 1: (4, 3)}, new_blocks={1: [9]})
+    assert runner.execute(second).token_ids == [100, -1]
+    batch = runner.backend.batches[1]
+    np.testing.assert_array_equal(batch.token_ids, [100, 11, 12, 13])
+    np.testing.assert_array_equal(batch.positions, [5, 4, 5, 6])
+    np.testing.assert_array_equal(batch.query_starts, [0, 1, 4])
+    np.testing.assert_array_equal(batch.context_lens, [6, 7])
+    np.testing.assert_array_equal(batch.block_tables, [[7, 2], [5, 9]])
+    np.testing.assert_array_equal(batch.slot_mapping, [9, 36, 37, 38])
+    np.testing.assert_array_equal(batch.logit_rows, [0])
+    rows = runner.backend.rows[1]
+    assert (rows.seed.tolist(), rows.position.tolist(), rows.target.tolist()) == ([40], [6], [-1])
+
+
+def test_a_preempted_sequence_keeps_its_tokens_and_gets_a_new_table(runner: ModelRunner) -> None:
+    runner.execute(plan({0: (0, 2), 1: (0, 2)}, new=[new(0, [1, 2]), new(1, [3, 4])], new_blocks={0: [0], 1: [1]}))
+    runner.execute(plan({0: (2, 1)}, preempted=[1]))
+    runner.execute(plan({0: (3, 1), 1: (0, 3)}, new_blocks={1: [2]}))
+    batch = runner.backend.batches[-1]
+    np.testing.assert_array_equal(batch.token_ids, [100, 3, 4, 101])
+    np.testing.assert_array_equal(batch.block_tables, [[0], [2]])
+    np.testing.assert_array_equal(batch.logit_rows, [0, 3])
+
+
+def test_slots_of_finished_sequences_are_used_again_and_hold_nothing_back(runner: ModelRunner) -> None:
+    for seq_id in range(9):
+        fields = {"finished": [seq_id - 1]} if seq_id else {}
+        step = plan({seq_id: (0, 6)}, new=[new(seq_id, [seq_id] * 6)], new_blocks={seq_id: [8, 9]}, **fields)
+        runner.execute(step)
+        runner.execute(plan({seq_id: (6, 1)}))
+    assert len(runner.slots) == 1
+    step = plan({50: (0, 2)}, new=[new(50, [1, 2])], new_blocks={50: [3]}, finished=[8])
+    runner.execute(step)
+    np.testing.assert_array_equal(runner.backend.batches[-1].block_tables, [[3]])
+
+
+def test_stale_blocks_of_a_slot_are_never_named(runner: ModelRunner) -> None:
+    runner.execute(plan({0: (0, 8)}, new=[new(0, [1] * 8)], new_blocks={0: [5, 6]}))
+    both = plan({1: (0, 2), 2: (0, 5)}, new=[new(1, [1, 2]), new(2, [1] * 5)], new_blocks={1: [1], 2: [2, 3]},
+                finished=[0])  # fmt: skip
+    runner.execute(both)
+    np.testing.assert_array_equal(runner.backend.batches[-1].block_tables, [[1, 0], [2, 3]])
+
+
+def test_prompt_logprobs_ask_for_each_prompt_token_once(runner: ModelRunner) -> None:
+    """Over chunks, and not again when the sequence is recomputed after a preemption."""
+    asks = new(0, [1, 2, 3, 4, 5], prompt_logprobs=2, logprobs=1)
+    other = new(1, [9, 8])
+    runner.execute(plan({0: (0, 3), 1: (0, 2)}, new=[asks, other], new_blocks={0: [0], 1: [1]}))
+    rows, batch = runner.backend.rows[-1], runner.backend.batches[-1]
+    np.testing.assert_array_equal(batch.logit_rows, [0, 1, 2, 4])
+    np.testing.assert_array_equal(rows.target, [2, 3, 4, -1])
+    np.testing.assert_array_equal(rows.num_logprobs, [2, 2, 2, -1])
+    runner.execute(plan({0: (3, 2)}, new_blocks={0: [2]}))
+    rows, batch = runner.backend.rows[-1], runner.backend.batches[-1]
+    np.testing.assert_array_equal(batch.logit_rows, [0, 1])
+    np.testing.assert_array_equal(rows.target, [5, -1])
+    np.testing.assert_array_equal(rows.num_logprobs, [2, 1])
+    runner.execute(plan({1: (2, 1)}, preempted=[0]))
+    runner.execute(plan({0: (0, 6)}, new_blocks={0: [4, 5]}))
+    rows, batch = runner.backend.rows[-1], runner.backend.batches[-1]
+    np.testing.assert_array_equal(batch.logit_rows, [5])
+    np.testing.assert_array_equal(rows.target, [-1])
+
+
+def test_a_step_in_the_middle_of_a_prompt_needs_no_logits(runner: ModelRunner) -> None:
+    result = runner.execute(plan({0: (0, 3)}, new=[new(0, [1, 2, 3, 4, 5])], new_blocks={0: [0]}))
+    assert len(runner.backend.batches[0].logit_rows) == 0
+    assert result.token_ids == [-1]
+
+
+def test_logits_that_are_not_finite_are_an_error_of_that_sequence(runner: ModelRunner) -> None:
+    runner.backend.bad_rows = {0}
+    both = plan({0: (0, 2), 1: (0, 2)}, new=[new(0, [1, 2]), new(1, [3, 4])], new_blocks={0: [0], 1: [1]})
+    result = runner.execute(both)
+    assert result.token_ids == [-1, 101]
+    assert list(result.errors) == [0]
+    assert "not finite" in result.errors[0]
+
+
+def test_greedy_and_unlimited_parameters(runner: ModelRunner) -> None:
+    runner.execute(
+        plan({0: (0, 1), 1: (0, 1)}, new=[new(0, [1], temperature=1e-4, top_k=-1), new(1, [1], top_k=2**31 - 1, top_p=0.5)],
+             new_blocks={0: [0], 1: [1]})
+    )  # fmt: skip
+    rows = runner.backend.rows[0]
+    assert rows.temperature.tolist() == [0.0, 1.0]
+    assert rows.top_k.tolist() == [0, 2**31 - 1]
+    assert rows.top_p.tolist() == [1.0, 0.5]
