@@ -142,10 +142,8 @@ def test_logits_that_are_not_finite_are_an_error_of_that_sequence(runner: ModelR
 
 
 def test_greedy_and_unlimited_parameters(runner: ModelRunner) -> None:
-    runner.execute(
-        plan({0: (0, 1), 1: (0, 1)}, new=[new(0, [1], temperature=1e-4, top_k=-1), new(1, [1], top_k=2**31 - 1, top_p=0.5)],
-             new_blocks={0: [0], 1: [1]})
-    )  # fmt: skip
+    sequences = [new(0, [1], temperature=1e-4, top_k=-1), new(1, [1], top_k=2**31 - 1, top_p=0.5)]
+    runner.execute(plan({0: (0, 1), 1: (0, 1)}, new=sequences, new_blocks={0: [0], 1: [1]}))
     rows = runner.backend.rows[0]
     assert rows.temperature.tolist() == [0.0, 1.0]
     assert rows.top_k.tolist() == [0, 2**31 - 1]
