@@ -92,8 +92,9 @@ def _first_reaching(weights: NDArray[np.float64], wanted: float) -> int:
 
 def _logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:
     x = logits.astype(np.float64)
-    peak = x.max()
-    log_total = peak + np.log(np.exp(x - peak).sum())
+    below_peak = x - x.max()
+    log_total = np.log(np.exp(below_peak).sum())
     rank = 1 + int((x > x[token]).sum()) + int((x[:token] == x[token]).sum())
     top = most_likely(logits, count) if count else np.empty(0, np.intp)
-    return TokenLogprobs(token, float(x[token] - log_total), rank, top.tolist(), (x[top] - log_total).tolist())
+    logprob = float(below_peak[token] - log_total)
+    return TokenLogprobs(token, logprob, rank, top.tolist(), (below_peak[top] - log_total).tolist())
