@@ -96,7 +96,7 @@ class Graph:
 
         Raises:
             ModelError: a weight is missing or has another shape, or the checkpoint has tensors that no node reads (its
-                configuration then describes another model). A second copy of tied embeddings is fine.
+                configuration then describes another model).
         """
         weights = self.weights
         for name, weight in weights.items():
@@ -107,7 +107,7 @@ class Graph:
                 raise ModelError(
                     f"tensor {name} has shape {found}, but the model's configuration asks for {weight.shape}"
                 )
-        unread = sorted(set(shapes) - set(weights) - {"lm_head.weight"})
+        unread = sorted(set(shapes) - set(weights))
         if unread:
             raise ModelError(
                 f"{len(unread)} tensors of the checkpoint have no place in the model that its configuration describes, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,7 +92,8 @@ class ConfigKeys:
 
     def error(self, key: str, expected: str) -> ModelError:
         """To be raised: this key's value is not what it should be."""
-        return ModelError(f"model configuration: {self._path}{key} is {self.values.get(key)!r}, expected {expected}")
+        value = reprlib.repr(self.values.get(key))
+        return ModelError(f"model configuration: {self._path}{key} is {value}, expected {expected}")
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key, default)

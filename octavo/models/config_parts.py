@@ -92,7 +92,8 @@ def rope_config(keys: ConfigKeys, section: ConfigKeys) -> RopeConfig:
     dim = head_dim(keys)
     theta = section.number("rope_theta")
     if kind == "linear":
-        return RopeConfig(dim, theta, "linear", factor=section.number("factor"))
+        original = section.optional_integer("original_max_position_embeddings")
+        return RopeConfig(dim, theta, "linear", factor=section.number("factor"), original_max_position=original)
     if kind == "llama3":
         return _llama3(keys, section, dim, theta)
     if kind == "yarn":

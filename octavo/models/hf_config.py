@@ -24,11 +24,16 @@ def model_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     """
     outer, extra = ConfigKeys(config), ConfigKeys(generation_config, "generation_config.")
     text = outer.section("text_config")
-    keys = text.with_defaults(outer.values)
+    keys = ConfigKeys({**outer.values, **text.values, **_head(outer)})
     model = _family(outer).configure(keys)
     eos = [token for part in (text, outer, extra) for token in part.token_ids("eos_token_id")]
     bos = [token for part in (text, outer, extra) for token in part.token_ids("bos_token_id")]
     return replace(model, bos_token_id=bos[0] if bos else None, eos_token_ids=tuple(dict.fromkeys(eos)))
+
+
+def _head(outer: ConfigKeys) -> dict[str, Any]:
+    """Of a multimodal model, the head and so its tie to the embeddings belong to the whole, not to the text part."""
+    return {key: value for key, value in outer.values.items() if key == "tie_word_embeddings"}
 
 
 def _family(keys: ConfigKeys) -> Family:

@@ -41,10 +41,11 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Float32, float]:
 def _llama3(rope: RopeConfig, plain: Float32) -> Float32:
     """Short waves stay, long waves are stretched by `factor`, those between blend from one to the other."""
     assert rope.original_max_position is not None
-    wavelength = np.float32(2 * math.pi) / plain
+    wavelength = np.float32(2 * math.pi) * (np.float32(1) / plain)  # torch divides a number by a tensor like this
     stretched = plain / np.float32(rope.factor)
     width = rope.high_freq_factor - rope.low_freq_factor
-    blend = (rope.original_max_position / wavelength - np.float32(rope.low_freq_factor)) / np.float32(width)
+    turns = rope.original_max_position * (np.float32(1) / wavelength)
+    blend = (turns - np.float32(rope.low_freq_factor)) / np.float32(width)
     blended = (1 - blend) * plain / np.float32(rope.factor) + blend * plain
     long = wavelength > rope.original_max_position / rope.low_freq_factor
     short = wavelength < rope.original_max_position / rope.high_freq_factor
