@@ -55,8 +55,8 @@ def _draw(logits: Logits, rows: SamplingRows, i: int) -> int:
         weights = weights[kept]
     cumulative = np.cumsum(weights)
     u = uniform(rows.seed[i : i + 1], rows.choice[i : i + 1], rows.position[i : i + 1])[0]
-    last = int(np.searchsorted(cumulative, cumulative[-1]))  # of any weight: u * total may round up to the total
-    index = min(int(np.searchsorted(cumulative, u * cumulative[-1], side="right")), last)
+    # As u is at most 1 - 2^-53, u * total rounds to less than the total: the draw lands on a token of some weight.
+    index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
     return index if kept is None else int(kept[index])
 
 

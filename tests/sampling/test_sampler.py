@@ -59,7 +59,7 @@ def test_wide_vocabularies_with_small_and_large_nuclei(scale, top_p):
         assert got[i] == expected
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (0, 0.6), (6, 0.7)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (11, 1.0), (0, 0.6), (6, 0.7)])
 def test_the_kept_set_is_exactly_the_reference_s(top_k, top_p):
     logits = random_logits(5, rows=1, vocab=12, scale=1.0)
     params = [SamplingParams(top_k=top_k, top_p=top_p, seed=i) for i in range(3000)]
@@ -135,15 +135,16 @@ def test_masked_tokens_are_never_drawn():
         assert set(sample(logits, params).token_ids.tolist()) == {1, 2, 3, 5, 6, 7, 8}
 
 
-def test_a_draw_that_rounds_up_to_the_total_takes_no_masked_token(monkeypatch):
-    """(1 - 2^-53) * total can round to the total, which lies beyond every token."""
-    monkeypatch.setattr("octavo.sampling.sampler.uniform", lambda *_: np.array([1 - 2.0**-53]))
-    tokens = set()
-    for seed in range(200):
-        logits = random_logits(seed, rows=1, vocab=10)
-        logits[:, 7:] = -np.inf
-        tokens.add(int(sample(logits, [SamplingParams()]).token_ids[0]))
-    assert max(tokens) == 6
+@pytest.mark.parametrize(("draw", "expected"), [(0.0, 2), (1 - 2.0**-53, 6)], ids=["smallest", "largest"])
+def test_the_outermost_draws_take_no_masked_token(monkeypatch, draw, expected):
+    """The total of the weights may be any number from 1 up, powers of two among them; ids 0, 1 and 7 up are masked."""
+    monkeypatch.setattr("octavo.sampling.sampler.uniform", lambda *_: np.array([draw]))
+    for seed in range(300):
+        logits = random_logits(seed, rows=1, vocab=10, scale=[0.0, 0.5, 2.0][seed % 3])
+        logits[:, 7:] = logits[:, :2] = -np.inf
+        logits[0, 3 : 3 + seed % 4] = -np.inf  # a flat row then has a total of 5, 4, 3 or 2
+        for filters in ({}, {"top_k": 9}, {"top_p": 0.9999999999}):
+            assert sample(logits, [SamplingParams(**filters)]).token_ids.tolist() == [expected]
 
 
 def test_padding_is_never_sampled_nor_counted():
