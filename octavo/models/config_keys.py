@@ -27,11 +27,11 @@ class ConfigKeys:
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigKeys:
         return ConfigKeys({**defaults, **self.values}, self._path)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number > 0."""
+    def integer(self, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
+        """A whole number from 1 to `most`."""
         value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self.error(key, "a whole number > 0")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.error(key, f"a whole number from 1 to {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

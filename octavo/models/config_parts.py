@@ -9,11 +9,20 @@ from octavo.models.config_keys import ConfigKeys
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn", "factors")
 
 
+# Far beyond any model, so that a broken file is an error and not an allocation.
+MOST_LAYERS = 10_000
+MOST_COLUMNS = 2**20
+
+
+def num_layers(keys: ConfigKeys) -> int:
+    return keys.integer("num_hidden_layers", most=MOST_LAYERS)
+
+
 def head_dim(keys: ConfigKeys) -> int:
     """The stated width of a head, else hidden size / heads."""
     if "head_dim" in keys:
-        return keys.integer("head_dim")
-    hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+        return keys.integer("head_dim", most=MOST_COLUMNS)
+    hidden, heads = keys.integer("hidden_size", most=MOST_COLUMNS), keys.integer("num_attention_heads")
     if hidden % heads:
         raise keys.error("hidden_size", f"a multiple of num_attention_heads={heads}, as there is no head_dim")
     return hidden // heads

@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.config import LayerConfig, ModelConfig
 from octavo.graph import Trace, Value
 from octavo.models.config_keys import ConfigKeys
-from octavo.models.config_parts import decoder_config, max_position, rope_config, rope_section
+from octavo.models.config_parts import decoder_config, max_position, num_layers, rope_config, rope_section
 from octavo.models.layers import gated_mlp, logits, self_attention
 
 # Published files leave these out where they equal the defaults of transformers' Gemma3TextConfig.
@@ -68,11 +68,11 @@ def _ropes(keys: ConfigKeys) -> tuple[ConfigKeys, ConfigKeys]:
 
 
 def _layer_types(keys: ConfigKeys, known: dict[str, LayerConfig]) -> list[str]:
-    num_layers = keys.integer("num_hidden_layers")
+    count = num_layers(keys)
     if "layer_types" not in keys:
         pattern = keys.integer("sliding_window_pattern")
-        return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
+        return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(count)]
     types = keys.texts("layer_types")
-    if len(types) != num_layers or not set(types) <= set(known):
-        raise keys.error("layer_types", f"{num_layers} entries, each {' or '.join(known)}")
+    if len(types) != count or not set(types) <= set(known):
+        raise keys.error("layer_types", f"{count} entries, each {' or '.join(known)}")
     return types

@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.config import LayerConfig, ModelConfig
 from octavo.graph import Trace, Value
 from octavo.models.config_keys import ConfigKeys
-from octavo.models.config_parts import decoder_config, head_dim, max_position, rope_config, rope_section
+from octavo.models.config_parts import decoder_config, head_dim, max_position, num_layers, rope_config, rope_section
 from octavo.models.layers import gated_mlp, logits, self_attention
 
 
@@ -15,7 +15,7 @@ def configure(keys: ConfigKeys) -> ModelConfig:
     return decoder_config(
         keys,
         family="llama",
-        layers=(layer,) * keys.integer("num_hidden_layers"),
+        layers=(layer,) * num_layers(keys),
         max_position=max_position(keys, rope),
         attention_scale=head_dim(keys) ** -0.5,
         tie_embeddings=False,

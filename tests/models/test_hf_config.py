@@ -329,7 +329,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers"])
     def test_whole_numbers_are_whole(self, key: str) -> None:
-        with pytest.raises(ModelError, match=rf"{key} is 64.0, expected a whole number > 0"):
+        with pytest.raises(ModelError, match=rf"{key} is 64.0, expected a whole number from 1"):
             read(LLAMA, **{key: 64.0})
 
     @pytest.mark.parametrize(
@@ -338,6 +338,8 @@ class TestRefusals:
             ({"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor of num_attention_heads=4"),
             ({"hidden_size": 66}, "hidden_size is 66, expected a multiple of num_attention_heads=4"),
             ({"head_dim": 15}, "head_dim is 15, expected an even number"),
+            ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected a whole number from 1 to 10000"),
+            ({"head_dim": 2**40}, "head_dim is 1099511627776, expected a whole number from 1 to 1048576"),
             ({"hidden_act": "relu"}, "hidden_act is 'relu', expected one of silu"),
             ({"attention_bias": "yes"}, "attention_bias is 'yes', expected true or false"),
             ({"rope_theta": float("inf")}, "rope_theta is inf"),

@@ -73,7 +73,7 @@ class TorchBackend(Backend):
             for weight in graph.weights.values()
         }
         self._dtype = dtype
-        self._kv_dtype = _DTYPES[kv_cache_dtype]
+        self._kv_cache_dtype = kv_cache_dtype
         self._block_size = block_size
         self._num_threads = num_threads
         self._sampler = sampler
@@ -85,10 +85,11 @@ class TorchBackend(Backend):
 
     @property
     def description(self) -> str:
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
-        threads = f", {self._num_threads or torch.get_num_threads()} threads" if not name else f" ({name})"
-        kv = str(self._kv_dtype).removeprefix("torch.")
-        return f"torch {torch.__version__} on {self._device}{threads}, {self._dtype}, KV cache {kv}"
+        if self._device.type == "cuda":
+            where = f"{self._device} ({torch.cuda.get_device_name(self._device)})"
+        else:
+            where = f"{self._device} with {self._num_threads or torch.get_num_threads()} threads"
+        return f"torch {torch.__version__} on {where}, {self._dtype}, KV cache {self._kv_cache_dtype}"
 
     @property
     def weight_bytes(self) -> int:
@@ -96,7 +97,8 @@ class TorchBackend(Backend):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return sum(2 * heads * width * self._kv_dtype.itemsize for heads, width in self._kv_shapes.values())
+        itemsize = _DTYPES[self._kv_cache_dtype].itemsize
+        return sum(2 * heads * head_dim * itemsize for heads, head_dim in self._kv_shapes.values())
 
     def memory_limit(self) -> int:
         if self._device.type == "cuda":
@@ -110,10 +112,11 @@ class TorchBackend(Backend):
         Raises:
             ConfigError: the device does not have the memory.
         """
+        dtype = _DTYPES[self._kv_cache_dtype]
         try:
             for layer, kv_shape in self._kv_shapes.items():
                 shape = (num_blocks, self._block_size, *kv_shape)
-                keys, values = (torch.empty(shape, dtype=self._kv_dtype, device=self._device) for _ in range(2))
+                keys, values = (torch.empty(shape, dtype=dtype, device=self._device) for _ in range(2))
                 self.kv_caches[layer] = KVCache(keys, values)
         except RuntimeError as error:
             self.kv_caches.clear()
@@ -128,7 +131,7 @@ class TorchBackend(Backend):
         return Sampled.concatenate(parts)
 
     def forward(self, batch: Batch) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Run one step. The layers run at once; the logits follow in slices of about 64 MB.
+        """Run one step: the layers before the first slice of logits, then a slice of about 64 MB at a time.
 
         Yields:
             The first of the slice's logit rows, and the logits, float32 [n, vocabulary].
@@ -172,8 +175,8 @@ def resolve_device(device: str) -> str:
 
 
 def _load(tensor: WeightTensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A copy of its own, so that the checkpoint's file can be closed."""
-    return torch.tensor(tensor.to_float32()).to(device, dtype)
+    """A copy of its own: what `to_float32` gives read-only is a view of the file."""
+    return torch.from_numpy(np.require(tensor.to_float32(), requirements=["C", "W"])).to(device, dtype)
 
 
 def _calls(graph: Graph, weights: Mapping[str, torch.Tensor]) -> list[_Call]:

@@ -90,7 +90,7 @@ class Step:
         return self._pieces[shape]
 
     def _single_rows(self, sequences: NDArray[np.int64], shape: AttentionShape) -> list[Piece]:
-        """Sequences with one query row, those of like length together."""
+        """Sequences with one query row, those of like length together: padding at most doubles what is gathered."""
         rows = self._batch.query_starts[sequences]
         last = self._batch.positions[rows].astype(np.int64)
         first = np.zeros_like(last) if shape.window is None else np.maximum(last - shape.window + 1, 0)
@@ -98,9 +98,11 @@ class Step:
         width = last - first + 1
         pieces = []
         while len(order):
-            row_bytes = int(width[order[0]]) * shape.num_kv_heads * shape.head_dim * 4
-            taken, order = np.split(order, [max(1, GATHER_BYTES // row_bytes)])
-            seen = first[taken, None] + np.arange(width[taken[0]])
+            longest = int(width[order[0]])
+            like = int(np.count_nonzero(2 * width[order] >= longest))
+            fit = GATHER_BYTES // (longest * shape.num_kv_heads * shape.head_dim * 4)
+            taken, order = np.split(order, [max(1, min(like, fit))])
+            seen = first[taken, None] + np.arange(longest)
             hidden = seen > last[taken, None]
             slots = self._slots(sequences[taken, None], np.minimum(seen, last[taken, None]))
             pieces.append(self._piece(self._tensor(rows[taken].astype(np.int64)), slots, hidden[:, None, :], shape))
