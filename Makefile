@@ -19,7 +19,7 @@ demo: $(VENV)/.runtime  ## install, fetch the small demo model, continue a few p
 		"To make a cup of tea, first"
 
 test: $(VENV)/.dev  ## all tests, slow ones included
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests
 
 check: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check octavo tests benchmarks

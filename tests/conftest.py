@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any import of huggingface_hub or transformers
+os.environ["OMP_NUM_THREADS"] = "1"  # and of torch: tests run in parallel, and two pools that spin on one core crawl
 
 from octavo.weights import Checkpoint, open_checkpoint, resolve_model
 
