@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from octavo.backends.base import Batch
+from octavo.backends.torch import step as step_module
 from octavo.backends.torch.ops import attention, rope
-from octavo.backends.torch.step import KVCache, Step
+from octavo.backends.torch.step import AttentionShape, KVCache, Step
 
 HEAD_DIM = 8
 BLOCK = 4
@@ -126,3 +127,34 @@ def test_two_ropes_in_one_step_do_not_mix() -> None:
         assert (cos.item(), sin.item()) == pytest.approx(
             (factor * np.cos(9 * frequency), factor * np.sin(9 * frequency)), abs=1e-6
         )
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_what_a_piece_gathers_and_scores_is_bounded(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long sequence must not make short ones as wide as itself, nor may a crowd add up."""
+    monkeypatch.setattr(step_module, "GATHER_BYTES", 400 * 2 * HEAD_DIM * 4)  # 400 tokens
+    monkeypatch.setattr(step_module, "SCORE_BYTES", 30 * 900 * 6 * 4)  # 30 rows of 900 tokens
+    lengths = np.array([300, 5, 7, 90, 100, 3, *[50] * 20, 1000, 900])
+    chunk = np.array([1] * 27 + [200])  # all decode but the last
+    starts = np.cumsum([0, *chunk]).astype(np.int32)
+    empty = np.empty(0, np.int32)
+    batch = Batch(
+        token_ids=empty,
+        positions=np.concatenate([np.arange(n - m, n) for n, m in zip(lengths, chunk, strict=True)]).astype(np.int32),
+        slot_mapping=empty.astype(np.int64),
+        query_starts=starts,
+        context_lens=lengths.astype(np.int32),
+        block_tables=np.zeros((28, 250), np.int32),
+        logit_rows=empty,
+    )
+    pieces = Step(batch, {}, BLOCK, torch.device("cpu")).pieces(AttentionShape(6, 2, HEAD_DIM, window))
+    singles = [piece for piece in pieces if isinstance(piece.rows, torch.Tensor)]
+    chunks = [piece.rows for piece in pieces if isinstance(piece.rows, slice)]
+    assert sorted(row for piece in singles for row in piece.rows.tolist()) == list(range(27))
+    assert [row for rows in chunks for row in range(rows.start, rows.stop)] == list(range(27, 227))
+    assert max(rows.stop - rows.start for rows in chunks) == 30
+    widths = np.minimum(lengths[:-1], window or 10**6)
+    for piece in singles:
+        tokens = len(piece.slots) // 2
+        assert tokens <= 400 or piece.num_sequences == 1
+        assert tokens <= 2 * widths[piece.rows].sum()
