@@ -107,15 +107,14 @@ class Scheduler:
                     head = None  # nobody overtakes it
                     continue
                 sequence = head
-                # After a preemption the pool is short: the next in line waits for the next step.
-                head = None if plan.preempted else self.waiting.peek()
+                head = self.waiting.peek()
             elif sequence is None:
                 break
             start = sequence.num_computed
             count = min(len(sequence.tokens) - start, budget)
             if start + count > len(sequence.block_table) * block_size:
                 if not self._make_room(sequence, start + count, plan):
-                    break  # it was the last in the order and gave itself up
+                    break  # it is the last in the order: it keeps what it has and sits this step out
                 if plan.preempted:
                     head = None
             plan.seq_ids.append(sequence.seq_id)
@@ -140,6 +139,8 @@ class Scheduler:
             sequence.num_computed += count
             computed += count
             if token < 0:
+                if sequence.num_computed == len(sequence.tokens) and seq_id not in result.errors:
+                    raise ValueError(f"the step sampled no token for sequence {seq_id}, and says no error")
                 continue
             sequence.tokens.append(token)
             if sequence.first_token_time is None:
@@ -221,10 +222,9 @@ class Scheduler:
         """Grows the block table for `num_tokens`, preempting from the end of the order; False when that is itself."""
         missing = self.blocks.missing(sequence, num_tokens)
         while missing > self.blocks.pool.num_free:
-            victim = self.running.pop()
-            self._preempt(victim, plan)
-            if victim is sequence:
+            if self.running[-1] is sequence:
                 return False
+            self._preempt(self.running.pop(), plan)
         plan.new_blocks[sequence.seq_id] = self.blocks.grow(sequence, missing)
         return True
 

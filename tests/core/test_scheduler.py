@@ -284,11 +284,26 @@ class TestPreemption:
         assert not plan.new  # the workers keep its tokens
         assert [(s.seq_id, len(s.tokens)) for s in engine.run()] == [(0, 17), (1, 17), (2, 14)]
 
-    def test_nobody_overtakes_the_victim(self):
+    def test_the_last_sits_out_and_keeps_its_blocks_while_others_grow(self):
+        """Five blocks of 4: the first takes the last free one, and the second waits for it with all that it has."""
         engine = Engine(make_scheduler(blocks=5, block_size=4))
         engine.scheduler.add(make_sequence(0, prompt=8, new_tokens=5))
+        engine.scheduler.add(make_sequence(1, prompt=8, new_tokens=5))
+        engine.step()
+        for _ in range(4):
+            assert engine.step().seq_ids == [0]
+            assert (engine.scheduler.sequences[1].num_computed, len(engine.scheduler.sequences[1].block_table)) == (
+                8,
+                2,
+            )
+        assert [s.seq_id for s in engine.run()] == [0, 1]
+        assert engine.scheduler.stats().num_preemptions == 0
+
+    def test_nobody_overtakes_the_victim(self):
+        engine = Engine(make_scheduler(blocks=5, block_size=4))
+        engine.scheduler.add(make_sequence(0, prompt=8, new_tokens=9))
         engine.scheduler.add(make_sequence(1, prompt=7, new_tokens=5))
-        for _ in range(3):
+        for _ in range(6):
             engine.step()
         assert [s.seq_id for s in engine.scheduler.running] == [0]
         engine.scheduler.add(make_sequence(2, prompt=1, new_tokens=1))  # small enough to fit at once

@@ -285,7 +285,8 @@ def check_order(machine: SchedulerMachine, before: Before, plan: StepPlan) -> No
     left = machine.budget - sum(plan.num_tokens)
     assert plan.num_tokens[:-1] == gaps[:-1]
     assert plan.num_tokens[-1] == gaps[-1] or left == 0
-    assert len(plan.seq_ids) == len(running) or left == 0 or plan.preempted
+    if len(plan.seq_ids) < len(running) and left > 0:
+        check_last_had_no_room(machine, running[len(plan.seq_ids) :], left)
 
     admitted = [i for i in running if i not in before.running]
     assert admitted == before.waiting[: len(admitted)]
@@ -296,6 +297,15 @@ def check_order(machine: SchedulerMachine, before: Before, plan: StepPlan) -> No
         check_victims_were_needed(machine, before, plan, admitted)
     elif len(admitted) < len(before.waiting):
         check_head_had_no_room(machine, before, plan, before.waiting[len(admitted)])
+
+
+def check_last_had_no_room(machine: SchedulerMachine, left_out: list[int], budget: int) -> None:
+    """Only the very last sits a step out, for want of a block, and it keeps those that it has."""
+    scheduler = machine.scheduler
+    (last,) = (scheduler.sequences[i] for i in left_out)
+    wanted = last.num_computed + min(len(last.tokens) - last.num_computed, budget)
+    assert scheduler.blocks.missing(last, wanted) > scheduler.blocks.pool.num_free
+    assert len(last.block_table) == scheduler.blocks.blocks_for(last.num_computed)
 
 
 def check_admitted_with_room(machine: SchedulerMachine, before: Before, plan: StepPlan, admitted: int) -> None:
@@ -320,7 +330,7 @@ def check_victims_were_needed(machine: SchedulerMachine, before: Before, plan: S
         manager.missing(scheduler.sequences[i], len(scheduler.sequences[i].tokens)) for i in admitted
     )
     kept = min(plan.preempted, key=machine.order.__getitem__)
-    growth = min(before.gaps[kept], machine.budget - sum(plan.num_tokens))  # it may have given itself up
+    growth = min(before.gaps[kept], machine.budget - sum(plan.num_tokens))
     no_room = manager.blocks_for(before.computed[kept] + growth) > manager.pool.num_free - reserved
     no_seat = len(scheduler.running) + 1 > machine.max_num_seqs
     assert no_room or no_seat
