@@ -1,0 +1,163 @@
+// What the runtime asks of a kernel table. One table an instruction set; all of them give the same bits.
+//
+// The bits contract, as these kernels keep it
+// --------------------------------------------
+// * Activations, weights, keys and values are bfloat16; everything inside an op is float32, and its result is rounded
+//   once (to nearest even) where it is written. No fast-math, no contraction; an FMA is only used on a product of two
+//   bfloat16 numbers, which is exact in float32, so that FMA and mul + add agree.
+// * Matrix products follow the rule of AMX's TDPBF16PS: for each chunk of 32 k's two sums start at zero, one takes the
+//   products of the even k's in order, the other those of the odd k's; then acc += (even + odd), with acc from zero.
+//   A short last chunk is as if padded with zeros.
+// * Other reductions run over 16 lanes: element i goes to lane i % 16, lanes accumulate in order, and the lanes are then
+//   added in a fixed tree: 8 + 8, 4 + 4, 2 + 2, 1 + 1 (lane i with lane i + 8, then i + 4, i + 2, i + 1).
+// * A row's result never depends on which other rows there are, nor on how rows, columns or heads are cut into ranges.
+// * exp, tanh, sigmoid are our own polynomials over mul and add (math.h of this folder; never libm); division and square
+//   root are IEEE's. Subnormals are flushed (FTZ and DAZ are set by the pool's threads, as AMX does by itself).
+#pragma once
+
+#include <cstdint>
+
+namespace octavo {
+
+using bf16 = std::uint16_t;
+
+constexpr int kPanel = 16;   // columns of a weight panel; tokens of a KV panel
+constexpr int kChunk = 32;   // k's that are summed from zero
+constexpr int kPiece = 256;  // positions of an attention piece
+
+// A weight [n, k] is packed into ceil(n / 16) panels of 16 columns; inside, pairs of k's stand side by side, so that one
+// layout is a B tile of AMX and a pair of vectors of AVX-512. Rows past n and k's past k are zero.
+//
+//   panel p:   pair 0:  w[16p + 0][0] w[16p + 0][1]   w[16p + 1][0] w[16p + 1][1]  ...  w[16p + 15][0] w[16p + 15][1]
+//              pair 1:  w[16p + 0][2] w[16p + 0][3]   ...
+//              ...      round_up(k, 32) / 2 pairs of 64 bytes each
+struct PackedWeight {
+  const bf16* data = nullptr;  // 64-byte aligned
+  int n = 0;
+  int k = 0;
+  int panels() const { return (n + kPanel - 1) / kPanel; }
+  int padded_k() const { return (k + kChunk - 1) / kChunk * kChunk; }
+  const bf16* panel(int p) const { return data + static_cast<std::int64_t>(p) * padded_k() * kPanel; }
+};
+
+// Activations: [rows, stride] bfloat16, 64-byte aligned, stride a multiple of 32; columns from width to stride are zero and
+// stay so (kernels write exactly `width` columns, and may read up to the stride).
+struct Rows {
+  bf16* data = nullptr;
+  std::int64_t stride = 0;  // elements
+  bf16* row(std::int64_t i) const { return data + i * stride; }
+};
+
+enum class Epilogue {
+  kStore,      // out = bf16(acc + bias)
+  kAdd,        // out = bf16(float(bf16(acc + bias)) + residual)
+  kSiluMul,    // panels 2j and 2j + 1 hold gate and up of columns 16j ..: g = bf16(acc_g + bias_g), u = bf16(acc_u + bias_u),
+               // out = bf16(silu(g) * u); `out` has half as many columns
+  kGeluMul,    // likewise with gelu (tanh form)
+  kFloat,      // out_float = acc + bias, float32
+};
+
+struct Matmul {
+  Rows x;                          // [rows, w.k]
+  PackedWeight w;
+  const float* bias = nullptr;     // [round_up(n, 16)] in the panels' order, or null: nothing is added
+  Epilogue epilogue = Epilogue::kStore;
+  Rows out;
+  Rows residual;                   // kAdd; may be the same memory as out
+  float* out_float = nullptr;      // kFloat: [rows, out_float_stride]
+  std::int64_t out_float_stride = 0;
+  int out_width = 0;               // columns to write
+};
+
+struct RmsNorm {
+  Rows x, out;                     // may be the same memory
+  const float* weight = nullptr;   // [width]
+  int groups = 1;                  // groups * width columns; each group (a head, for q and k norms) by itself
+  int width = 0;
+  float eps = 0;                   // y = bf16((x * (1 / sqrt(sum(x^2) / width + eps))) * weight)
+};
+
+// Half-split rotary embedding: of each head, columns i and i + half turn by the row's angle i; the rest is copied.
+struct Rope {
+  Rows x, out;                     // may be the same memory
+  const float* cos = nullptr;      // [rows, half], attention factor included
+  const float* sin = nullptr;
+  int heads = 0, head_dim = 0, half = 0;  // a' = bf16(a * cos - b * sin), b' = bf16(b * cos + a * sin): mul, mul, sub/add
+};
+
+enum class Gate { kSilu, kGelu };
+
+struct GateMul {
+  Rows gate, up, out;              // out = bf16(f(gate) * up)
+  int width = 0;
+  Gate f = Gate::kSilu;
+};
+
+struct Add {
+  Rows a, b, out;
+  int width = 0;
+};
+
+// KV cache of one layer. A block holds block_size tokens (a multiple of 16) as panels of 16; per KV head
+//   keys    [panel][head_dim / 2][16 tokens][2]     pairs of dimensions side by side: a packed weight of 16 columns
+//   values  [panel][8 token pairs][head_dim][2]     pairs of tokens side by side
+// and a block is [kv_heads][panels of the block][...]: element offset ((block * kv_heads + head) * panels + panel) * 16 * head_dim.
+// head_dim is a multiple of 16 and at most 256. Slots that were never written may hold anything, NaN too.
+struct KvCache {
+  bf16* keys = nullptr;
+  bf16* values = nullptr;
+  int kv_heads = 0, head_dim = 0, block_size = 0;
+  std::int64_t offset(std::int64_t block, int head, int panel) const {
+    return ((block * kv_heads + head) * (block_size / kPanel) + panel) * kPanel * head_dim;
+  }
+};
+
+// Query rows first .. first + count - 1 of T belong to one sequence and stand at positions position .. position + count - 1.
+// Each sees positions max(0, p - window + 1) .. p (window 0: from 0), read through the block table as stored.
+// Per query row and head, over pieces of 256 absolute positions, left to right:
+//   s_t   = (q . k_t by the matrix rule over head_dim) * scale; with a softcap: tanh(s_t / cap) * cap
+//   m     = max of s_t over the piece's visible t;   w_t = bf16(exp(s_t - m));
+//   l     = sum of w_t (16 lanes by t % 16, panels in order, fixed tree at the end of the piece)
+//   o_d   = sum of w_t * v_t[d] by the matrix rule with chunks of 16 tokens (a panel): even t's and odd t's apart
+// and pieces merge: with M = max(m_old, m): a = exp(m_old - M), b = exp(m - M), L = L * a + l * b, O = O * a + o * b (the first
+// piece is taken as it is); result bf16(O / L). Masked t's are skipped, never multiplied.
+struct Attention {
+  Rows q, out;                     // [T, heads * head_dim]
+  KvCache cache;
+  const std::int32_t* block_table = nullptr;  // of this sequence
+  int heads = 0;
+  int first = 0, count = 0;        // rows of T
+  int position = 0;                // of the first row
+  int window = 0;
+  float scale = 1, softcap = 0;    // softcap 0: none
+};
+
+struct Kernels {
+  const char* name;                // "portable", "avx2", "avx512", "avx512_bf16", "amx"
+  // Rows [row_begin, row_end) and panels [panel_begin, panel_end) of w; for kSiluMul / kGeluMul both bounds are even.
+  void (*matmul)(const Matmul&, std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end);
+  void (*rms_norm)(const RmsNorm&, std::int64_t row_begin, std::int64_t row_end);
+  void (*rope)(const Rope&, std::int64_t row_begin, std::int64_t row_end);
+  void (*gate_mul)(const GateMul&, std::int64_t row_begin, std::int64_t row_end);
+  void (*add)(const Add&, std::int64_t row_begin, std::int64_t row_end);
+  // Rows [row_begin, row_end) within [0, count) and the query heads of KV heads [head_begin, head_end).
+  void (*attention)(const Attention&, int row_begin, int row_end, int head_begin, int head_end);
+  // x = tanh(x / cap) * cap over count floats (logit soft-cap).
+  void (*softcap)(float* x, std::int64_t count, float cap);
+  // float32 -> bfloat16, nearest even, NaN stays a (quiet) NaN; count elements.
+  void (*to_bf16)(const float* x, bf16* y, std::int64_t count);
+};
+
+extern const Kernels kPortable;
+#if defined(__x86_64__)
+extern const Kernels kAvx2, kAvx512, kAvx512Bf16, kAmx;
+#endif
+
+// Tables that this CPU and operating system can run, slowest first; the first is always portable.
+int available(const Kernels** out, int capacity);
+// By name; null when there is none of that name here.
+const Kernels* find(const char* name);
+
+// Asks the kernel for the AMX tile state (arch_prctl); must have succeeded once before a thread uses kAmx. Part of `available`.
+
+}  // namespace octavo
