@@ -3,28 +3,69 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import RequestError
 
-MAX_LOGPROBS = 20  # as OpenAI's top_logprobs; a request for more is refused
 GREEDY_TEMPERATURE = 1e-3  # at or below this a temperature is greedy: nothing else is left of the distribution
+MAX_LOGPROBS = 20  # as OpenAI's top_logprobs; a request for more is refused
 MAX_SEED = 2**64 - 1
 MAX_TOP_K = 2**31 - 1  # what the sampler's int32 holds
+MAX_CHOICES = 128  # of n and best_of
+MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 1024
+MAX_WORD_LENGTH = 1024  # characters of a stop string or a bad word
+MAX_SHOWN = 60  # characters of a refused value that a message repeats
+
+_NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, sys.float_info.max),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 1e6),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+_INTEGERS: dict[str, tuple[int, int | None]] = {
+    "n": (1, MAX_CHOICES),
+    "best_of": (1, MAX_CHOICES),
+    "top_k": (-1, MAX_TOP_K),
+    "seed": (0, MAX_SEED),
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+_OPTIONAL = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs")
+_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to continue one prompt. Names and meanings follow vLLM.
+    """How to continue one prompt. Names and meanings follow vLLM; docs/sampling.md says what each does, exactly.
+
+    The types below are what is stored, so that parameters can be compared, hashed and sent. Any list is taken, one
+    string for `stop`, a mapping from ids to numbers for `logit_bias`, and None for an empty one of them.
 
     Attributes:
+        n: how many continuations to return, at most 128; a greedy request gets n equal ones.
+        best_of: how many to compute; the n of the highest mean logprob per token are returned. None means n.
         temperature: divides the logits; 0 (and anything up to 0.001) picks the most likely token, ties to the lower id.
         top_k: sample among the k most likely tokens; 0 or -1 means all.
         top_p: sample among the fewest most likely tokens whose probabilities sum to at least top_p, after top_k.
+        min_p: drop tokens less likely than this share of the most likely one; 0 drops none.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
+        presence_penalty: taken from the logit of each token in the output.
+        frequency_penalty: likewise, once for each time that the token is there.
+        logit_bias: added to the logits of these ids, -100 to 100 each.
+        allowed_token_ids: sample none but these; None allows all.
+        bad_words: texts that the output shall not hold, as a word or after a space; at most 1024.
         seed: makes the request repeatable whatever else runs; None draws one from the engine's seed.
         max_tokens: most tokens to generate; None means up to the end of the context.
+        min_tokens: no end-of-sequence token, stop token or stop string before that many tokens.
+        stop: the request ends when its text holds one of these, at most 16; the text is cut before it.
+        include_stop_str_in_output: keep the text of what stopped the request, a stop string or a stop token.
         stop_token_ids: the request ends when it samples one of these; the token is kept in `token_ids`.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: report the logprob of each sampled token and of this many most likely ones (0 to 20).
@@ -32,14 +73,27 @@ class SamplingParams:
         skip_special_tokens: leave control tokens out of the text.
 
     Raises:
-        RequestError: a value is of the wrong type or out of its range; the message names both.
+        RequestError: a value is of the wrong type or out of its range, or two contradict each other; the message names
+            field, value and limit.
     """
 
+    n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     seed: int | None = None
     max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -47,44 +101,118 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0.0, None)
-        _number("top_p", self.top_p, 0.0, 1.0)
+        for name, (low, high) in _NUMBERS.items():
+            _number(name, getattr(self, name), low, high)
         if self.top_p == 0.0:
             raise RequestError("top_p=0: must be above 0 and at most 1")
-        _integer("top_k", self.top_k, -1, MAX_TOP_K)
-        if self.seed is not None:
-            _integer("seed", self.seed, 0, MAX_SEED)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name, (first, last) in _INTEGERS.items():
+            if name not in _OPTIONAL or getattr(self, name) is not None:
+                _integer(name, getattr(self, name), first, last)
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={getattr(self, name)!r}: expected true or false")
-        stop_token_ids: Any = self.stop_token_ids
-        if not isinstance(stop_token_ids, Iterable) or isinstance(stop_token_ids, (str, bytes)):
-            raise RequestError(f"stop_token_ids={stop_token_ids!r}: expected a list of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(stop_token_ids))
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, None)
+                raise RequestError(f"{name}={_show(getattr(self, name))}: expected true or false")
+        for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
+            if getattr(self, name) is None:
+                self._store(name, ())
+        self._store("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            self._store("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+        self._store("logit_bias", _biases(self.logit_bias))
+        stop: Any = self.stop
+        self._store("stop", _words("stop", (stop,) if isinstance(stop, str) else stop, MAX_STOP_STRINGS))
+        self._store("bad_words", _words("bad_words", self.bad_words, MAX_BAD_WORDS))
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(f"best_of={self.best_of}: must be at least n, which is {self.n}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens={self.min_tokens}: must be at most max_tokens, which is {self.max_tokens}")
+        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
+            raise RequestError("allowed_token_ids=(): nothing could be sampled; name at least one id, or give None")
+
+    def _store(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
         return self.temperature <= GREEDY_TEMPERATURE
 
+    @property
+    def num_choices(self) -> int:
+        """How many continuations are computed."""
+        return self.n if self.best_of is None else self.best_of
 
-def _number(name: str, value: Any, low: float, high: float | None) -> None:
-    limits = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+
+@dataclass(frozen=True, slots=True)
+class Bans:
+    """What a request forbids, in token ids: found by the front-end, which has the tokeniser, for the sampler.
+
+    All ids are below the size of the vocabulary that is sampled from.
+    """
+
+    words: tuple[tuple[int, ...], ...] = ()  # `bad_words`: none of these may be completed
+    ends: tuple[int, ...] = ()  # not before `min_tokens`: end-of-sequence tokens and `stop_token_ids`
+
+
+NO_BANS = Bans()
+
+
+def _number(name: str, value: Any, low: float, high: float) -> None:
+    limits = f"at least {low:g}" if high == sys.float_info.max else f"between {low:g} and {high:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RequestError(f"{name}={value!r}: expected a number {limits}")
-    if not low <= value <= (sys.float_info.max if high is None else high):  # false for a NaN
-        raise RequestError(f"{name}={value!r}: must be a finite number {limits}")
+        raise RequestError(f"{name}={_show(value)}: expected a number {limits}")
+    if not low <= value <= high:  # false for a NaN
+        raise RequestError(f"{name}={_show(value)}: must be a finite number {limits}")
 
 
 def _integer(name: str, value: Any, low: int, high: int | None) -> None:
     limits = f"at least {low}" if high is None else f"between {low} and {high}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name}={value!r}: expected a whole number {limits}")
+        raise RequestError(f"{name}={_show(value)}: expected a whole number {limits}")
     if value < low or (high is not None and value > high):
-        raise RequestError(f"{name}={value}: must be {limits}")
+        raise RequestError(f"{name}={_show(value)}: must be {limits}")
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+        raise RequestError(f"{name}={_show(value)}: expected a list of token ids")
+    ids = tuple(value)
+    for token in ids:
+        _integer(name, token, 0, None)
+    return ids
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    expected = "expected a mapping from token ids to numbers between -100 and 100"
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+        raise RequestError(f"logit_bias={_show(value)}: {expected}")
+    pairs = list(value.items() if isinstance(value, Mapping) else value)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise RequestError(f"logit_bias={_show(value)}: {expected}")
+        _integer("logit_bias", pair[0], 0, None)
+        _number(f"logit_bias[{_show(pair[0])}]", pair[1], -100.0, 100.0)
+    if len({token for token, _ in pairs}) < len(pairs):
+        raise RequestError(f"logit_bias={_show(value)}: an id is named twice; name it once")
+    return tuple(sorted((token, float(bias)) for token, bias in pairs))
+
+
+def _words(name: str, value: Any, most: int) -> tuple[str, ...]:
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+        raise RequestError(f"{name}={_show(value)}: expected a list of strings")
+    words = tuple(value)
+    if len(words) > most:
+        raise RequestError(f"{name}: {len(words)} strings; at most {most} are allowed")
+    for word in words:
+        if not isinstance(word, str) or not 1 <= len(word) <= MAX_WORD_LENGTH:
+            raise RequestError(f"{name}={_show(word)}: expected a string of 1 to {MAX_WORD_LENGTH} characters")
+    return words
+
+
+def _show(value: object) -> str:
+    """A value for a message: short, on one line."""
+    if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN:
+        return f"a number of more than {MAX_SHOWN} digits"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

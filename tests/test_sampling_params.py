@@ -53,7 +53,6 @@ HUGE = 10**400  # a whole number that no float holds
         ("stop_token_ids", 5, ["5", "list of token ids"]),
         ("stop_token_ids", "ab", ["'ab'", "list of token ids"]),
         ("stop_token_ids", b"ab", ["list of token ids"]),
-        ("stop_token_ids", None, ["None", "list of token ids"]),
         ("stop_token_ids", [1, -1], ["-1", "at least 0"]),
         ("stop_token_ids", [1.0], ["1.0", "whole number"]),
         ("stop_token_ids", [True], ["True", "whole number"]),

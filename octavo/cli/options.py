@@ -10,15 +10,45 @@ from octavo.config import EngineConfig, engine_config
 from octavo.sampling_params import SamplingParams
 
 _SAMPLING_HELP = {
+    "n": "continuations to print",
+    "best_of": "continuations to compute; the n most likely ones per token are printed",
     "temperature": "0 picks the most likely token",
     "top_k": "sample among the k most likely tokens; 0 means all",
     "top_p": "sample among the fewest tokens that hold this probability",
+    "min_p": "drop tokens less likely than this share of the most likely one",
+    "repetition_penalty": "above 1: tokens of prompt and output become less likely",
+    "presence_penalty": "taken from the logit of each token in the output",
+    "frequency_penalty": "likewise, once for each time that the token is there",
+    "logit_bias": "added to the logits of these ids, -100 to 100 each",
+    "allowed_token_ids": "sample none but these",
+    "bad_words": "text that the output shall not hold; give the flag once for each",
     "max_tokens": "most tokens to generate; 0 or less means up to the end of the context",
+    "min_tokens": "nothing ends the output before that many tokens",
+    "stop": "text that ends the output, and is cut from it; give the flag once for each",
+    "include_stop_str_in_output": "keep the text that stopped the output",
     "stop_token_ids": "token ids that end the output",
     "ignore_eos": "go on past the end-of-sequence token",
     "logprobs": "report logprobs of this many most likely tokens",
     "prompt_logprobs": "likewise for each token of the prompt",
     "skip_special_tokens": "leave control tokens out of the text",
+}
+
+
+def _id_and_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an id and a number, as in 42=-1.5") from error
+
+
+# Numbers cannot be mistaken for a prompt, so one flag takes several; a text is one a flag.
+_LISTS: dict[str, dict[str, Any]] = {
+    "stop_token_ids": {"type": int, "nargs": "+", "metavar": "ID"},
+    "allowed_token_ids": {"type": int, "nargs": "+", "metavar": "ID"},
+    "logit_bias": {"type": _id_and_bias, "nargs": "+", "metavar": "ID=BIAS"},
+    "stop": {"action": "append", "metavar": "TEXT"},
+    "bad_words": {"action": "append", "metavar": "TEXT"},
 }
 
 
@@ -33,10 +63,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None
     """All but `seed`: a command's `--seed` is the engine's, from which each of its requests draws its own."""
     group = parser.add_argument_group("sampling")
     for f in fields(SamplingParams):
-        if f.name == "seed":
-            continue
-        default = defaults.get(f.name, f.default)
-        _add_flag(group, SamplingParams, f.name, default, _SAMPLING_HELP[f.name])
+        if f.name in _LISTS:
+            flag = "--" + f.name.replace("_", "-")
+            group.add_argument(flag, help=_SAMPLING_HELP[f.name], **_LISTS[f.name])
+        elif f.name != "seed":
+            default = defaults.get(f.name, f.default)
+            _add_flag(group, SamplingParams, f.name, default, _SAMPLING_HELP[f.name])
 
 
 def engine_from(args: argparse.Namespace) -> EngineConfig:
@@ -59,8 +91,6 @@ def _add_flag(group: argparse._ArgumentGroup, owner: type, name: str, default: A
     shown = text if default in (None, ()) else f"{text} (default: {default})"
     if kinds == [bool]:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=shown)
-    elif isinstance(default, tuple):
-        group.add_argument(flag, type=int, nargs="+", default=default, metavar="ID", help=shown)
     elif all(isinstance(kind, str) for kind in kinds):
         group.add_argument(flag, choices=kinds, default=default, help=shown)
     else:

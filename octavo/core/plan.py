@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.outputs import TokenLogprobs
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import NO_BANS, Bans, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class NewSequence:
     params: SamplingParams
     seed: int
     choice: int
+    bans: Bans = NO_BANS
 
 
 @dataclass(slots=True)

@@ -213,7 +213,15 @@ class Scheduler:
         if head.first_scheduled_time is None:
             head.first_scheduled_time = self.clock()
             plan.new.append(
-                NewSequence(head.seq_id, list(head.tokens), head.prompt_length, head.params, head.seed, head.choice)
+                NewSequence(
+                    head.seq_id,
+                    list(head.tokens),
+                    head.prompt_length,
+                    head.params,
+                    head.seed,
+                    head.choice,
+                    head.bans,
+                )
             )
         head.status = Status.RUNNING
         return True

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from enum import Enum
 
 from octavo.outputs import FinishReason
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import NO_BANS, Bans, SamplingParams
 
 
 class Status(Enum):
@@ -27,6 +27,7 @@ class Sequence:
 
     __slots__ = (
         "arrival_time",
+        "bans",
         "block_table",
         "choice",
         "finish_reason",
@@ -55,6 +56,7 @@ class Sequence:
         *,
         max_length: int,
         stop_token_ids: Collection[int] = (),
+        bans: Bans = NO_BANS,
         seed: int = 0,
         choice: int = 0,
         priority: int = 0,
@@ -68,6 +70,7 @@ class Sequence:
         self.params = params
         self.max_length = max_length
         self.stop_token_ids = frozenset(stop_token_ids)
+        self.bans = bans
         self.seed = seed
         self.choice = choice
         self.priority = priority

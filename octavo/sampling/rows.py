@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.outputs import TokenLogprobs
+from octavo.sampling.features import Shaping
+
+NOT_FINITE = -1  # instead of a token: the largest logit is infinite or no number
+NOTHING_LEFT = -2  # instead of a token: what the request asks for leaves no token with a finite logit
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +26,13 @@ class SamplingRows:
     temperature: NDArray[np.float64]  # [S]; 0 is greedy
     top_k: NDArray[np.int32]  # [S]; 0 keeps all
     top_p: NDArray[np.float64]  # [S]; 1 keeps all
+    min_p: NDArray[np.float64]  # [S]; 0 keeps all
     seed: NDArray[np.uint64]  # [S]
     choice: NDArray[np.uint64]  # [S]; index among the n choices of a request
     position: NDArray[np.uint64]  # [S]; position that the sampled token will have in its sequence
     num_logprobs: NDArray[np.int32]  # [S]; the most likely tokens to report beside the chosen one; -1 reports nothing
     target: NDArray[np.int32]  # [S]; -1 samples
+    shaping: Sequence[Shaping | None]  # [S]; what changes the logits first; None nothing
 
     def __len__(self) -> int:
         return len(self.target)
@@ -38,7 +45,7 @@ class SamplingRows:
 class Sampled:
     """The sampler's answer."""
 
-    token_ids: NDArray[np.int32]  # [S]; the target where there was one; -1 where the largest logit is no finite number
+    token_ids: NDArray[np.int32]  # [S]; the target where there was one; or NOT_FINITE, or NOTHING_LEFT
     logprobs: list[TokenLogprobs | None]  # [S]
 
     @staticmethod

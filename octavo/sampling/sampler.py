@@ -1,8 +1,8 @@
 """Rows of logits to tokens and logprobs.
 
 A row is sampled by inverting its cumulative distribution, taken in the order of token ids, at one random number. So
-a draw needs no sort, and top_k and top_p only take tokens out of the sum. Everything is computed in float64 from
-float32 logits, row by row: a row's result cannot depend on its neighbours.
+a draw needs no sort, and min_p, top_k and top_p only take tokens out of the sum. Everything is computed in float64 from
+float32 logits (which features.py may have changed), row by row: a row's result cannot depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from octavo.outputs import TokenLogprobs
 from octavo.sampling.random import uniform
-from octavo.sampling.rows import Sampled, SamplingRows
+from octavo.sampling.rows import NOT_FINITE, NOTHING_LEFT, Sampled, SamplingRows
 
 Logits = NDArray[np.float32]
 Ids = NDArray[np.intp]
@@ -30,9 +30,14 @@ class Sampler:
         best = logits.argmax(axis=1)  # the first of equals, and a NaN before anything else
         broken = ~np.isfinite(logits[np.arange(len(logits)), best])
         token_ids = np.where(rows.target >= 0, rows.target, best).astype(np.int32)
-        for i in np.flatnonzero((rows.temperature > 0) & (rows.target < 0) & ~broken):
-            token_ids[i] = _draw(logits[i], rows, int(i))
-        token_ids[broken] = -1
+        token_ids[broken] = NOT_FINITE
+        plain = (rows.target < 0) & ~broken
+        for i, shaping in enumerate(rows.shaping):
+            if shaping is not None and plain[i]:
+                plain[i] = False
+                token_ids[i] = _pick(shaping(logits[i]), rows, i)
+        for i in np.flatnonzero(plain & (rows.temperature > 0)).tolist():
+            token_ids[i] = _draw(logits[i], rows, i)
         logprobs = [
             _logprobs(logits[i], int(token), int(count)) if count >= 0 and token >= 0 else None
             for i, (token, count) in enumerate(zip(token_ids, rows.num_logprobs, strict=True))
@@ -40,10 +45,20 @@ class Sampler:
         return Sampled(token_ids, logprobs)
 
 
+def _pick(logits: Logits, rows: SamplingRows, i: int) -> int:
+    """One token of one row whose logits were changed; greedy or drawn."""
+    best = int(logits.argmax())
+    if not np.isfinite(logits[best]):
+        return NOTHING_LEFT
+    return _draw(logits, rows, i) if rows.temperature[i] > 0 else best
+
+
 def _draw(logits: Logits, rows: SamplingRows, i: int) -> int:
-    """One token of one row: temperature, then top_k, then top_p, then the draw."""
+    """One token of one row: temperature, then min_p, top_k and top_p, then the draw."""
     scaled = logits.astype(np.float64) / rows.temperature[i]
     weights = np.exp(scaled - scaled.max())
+    if rows.min_p[i] > 0:
+        weights[weights < rows.min_p[i]] = 0.0  # the largest weight is 1
     top_k, top_p = int(rows.top_k[i]), float(rows.top_p[i])
     kept = None
     if 0 < top_k < len(logits):

@@ -9,10 +9,16 @@ from numpy.typing import NDArray
 
 from octavo.backends.base import Backend, Batch
 from octavo.core import StepPlan, StepResult
-from octavo.sampling import Sampled, SamplingRows
+from octavo.sampling import NOT_FINITE, NOTHING_LEFT, Sampled, SamplingRows
 from octavo.worker.request_slots import RequestSlots
 
 Index = NDArray[np.intp]
+
+_FAILURES = {
+    NOT_FINITE: "the model's logits are not finite (NaN or infinite)",
+    NOTHING_LEFT: "no token is left to sample: allowed_token_ids, bad_words, min_tokens and penalties together leave "
+    "none of a finite logit; ban less",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +98,13 @@ class ModelRunner:
             temperature=state.temperature[own],
             top_k=state.top_k[own],
             top_p=state.top_p[own],
+            min_p=state.min_p[own],
             seed=state.seed[own],
             choice=state.choice[own],
             position=ends[rows.owner].astype(np.uint64),
             num_logprobs=np.where(rows.target >= 0, state.num_prompt_logprobs[own], state.num_logprobs[own]),
             target=rows.target,
+            shaping=state.shaping(own),
         )
 
     def _result(self, plan: StepPlan, slots: Index, rows: _LogitRows, sampled: Sampled) -> StepResult:
@@ -107,7 +115,7 @@ class ModelRunner:
         for owner, token in zip(owners.tolist(), sampled.token_ids[samples].tolist(), strict=True):
             result.token_ids[owner] = token
         for i in np.flatnonzero(sampled.token_ids < 0):
-            result.errors[plan.seq_ids[rows.owner[i]]] = "the model's logits are not finite (NaN or infinite)"
+            result.errors[plan.seq_ids[rows.owner[i]]] = _FAILURES[int(sampled.token_ids[i])]
         for owner, target, entry in zip(rows.owner.tolist(), rows.target.tolist(), sampled.logprobs, strict=True):
             if entry is None:
                 continue

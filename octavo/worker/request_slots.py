@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core import StepPlan
+from octavo.sampling import Feature, History, Shaping, features_of
 from octavo.sampling_params import SamplingParams
 
 
@@ -19,6 +20,7 @@ class _Known:
     seed: int
     choice: int
     prompt_length: int
+    features: tuple[Feature, ...]
     tokens: NDArray[np.int32]  # while it holds no slot; stale while it does
     logprobs_from: int = 1  # position of the first prompt token whose logprob was not reported yet
 
@@ -45,10 +47,12 @@ class RequestSlots:
         self.temperature = np.zeros(max_num_seqs, np.float64)
         self.top_k = np.zeros(max_num_seqs, np.int32)
         self.top_p = np.ones(max_num_seqs, np.float64)
+        self.min_p = np.zeros(max_num_seqs, np.float64)
         self.seed = np.zeros(max_num_seqs, np.uint64)
         self.choice = np.zeros(max_num_seqs, np.uint64)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self._shaped: dict[int, _Known] = {}  # by slot: those that want their logits changed
         self._known: dict[int, _Known] = {}
         self._slot_of: dict[int, int] = {}
         self._free = list(range(max_num_seqs))[::-1]
@@ -67,7 +71,8 @@ class RequestSlots:
                 self._known[seq_id].tokens = self.tokens[slot, : self.length[slot]].copy()
         for new in plan.new:
             tokens = np.array(new.tokens, np.int32)
-            self._known[new.seq_id] = _Known(new.params, new.seed, new.choice, new.prompt_length, tokens)
+            features = features_of(new.params, new.bans)
+            self._known[new.seq_id] = _Known(new.params, new.seed, new.choice, new.prompt_length, features, tokens)
         slot_of = self._slot_of
         slots = np.array([slot_of[s] if s in slot_of else self._take_slot(s) for s in plan.seq_ids], np.intp)
         for seq_id, blocks in plan.new_blocks.items():
@@ -81,6 +86,12 @@ class RequestSlots:
         """Each of these sequences has sampled a token."""
         self.tokens[slots, self.length[slots]] = tokens
         self.length[slots] += 1
+
+    def shaping(self, slots: NDArray[np.intp]) -> list[Shaping | None]:
+        """What changes the logits that follow the last known token of each of these."""
+        if not self._shaped:
+            return [None] * len(slots)
+        return [self._shaping(slot) if slot in self._shaped else None for slot in slots.tolist()]
 
     def prompt_rows(self, seq_id: int, start: int, count: int) -> tuple[int, int]:
         """Positions [first, last) of this step at which the next token is one of the prompt, not yet reported."""
@@ -101,14 +112,22 @@ class RequestSlots:
         self.temperature[slot] = 0.0 if params.greedy else params.temperature
         self.top_k[slot] = max(params.top_k, 0)
         self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
         self.seed[slot] = known.seed
         self.choice[slot] = known.choice
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.num_prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        if known.features:
+            self._shaped[slot] = known
         return slot
+
+    def _shaping(self, slot: int) -> Shaping:
+        known = self._shaped[slot]
+        return Shaping(known.features, History(self.tokens[slot, : self.length[slot]], known.prompt_length))
 
     def _leave_slot(self, seq_id: int) -> int | None:
         slot = self._slot_of.pop(seq_id, None)
         if slot is not None:
             self._free.append(slot)
+            self._shaped.pop(slot, None)
         return slot

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo import SamplingParams
-from octavo.sampling import SamplingRows
+from octavo.sampling import SamplingRows, Shaping
 
 MASK = 2**64 - 1
 
@@ -84,6 +84,7 @@ def make_rows(
     choice: Sequence[int] | None = None,
     position: Sequence[int] | None = None,
     target: Sequence[int] | None = None,
+    shaping: Sequence[Shaping | None] | None = None,
 ) -> SamplingRows:
     """Rows as the model runner makes them: a greedy request has temperature 0."""
     n = len(params)
@@ -91,11 +92,13 @@ def make_rows(
         temperature=np.array([0.0 if p.greedy else p.temperature for p in params], np.float64),
         top_k=np.array([max(p.top_k, 0) for p in params], np.int32),
         top_p=np.array([p.top_p for p in params], np.float64),
+        min_p=np.array([p.min_p for p in params], np.float64),
         seed=np.array([p.seed or 0 for p in params], np.uint64),
         choice=np.array(choice or [0] * n, np.uint64),
         position=np.array(position or [0] * n, np.uint64),
         num_logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32),
         target=np.array(target or [-1] * n, np.int32),
+        shaping=shaping or [None] * n,
     )
 
 

@@ -40,8 +40,10 @@ def test_draws_follow_the_distribution(axis, temperature, top_k, top_p):
         temperature=np.full(DRAWS, temperature),
         top_k=np.full(DRAWS, top_k, np.int32),
         top_p=np.full(DRAWS, top_p),
+        min_p=np.zeros(DRAWS),
         num_logprobs=np.full(DRAWS, -1, np.int32),
         target=np.full(DRAWS, -1, np.int32),
+        shaping=[None] * DRAWS,
         **keys,
     )
     tokens = Sampler(len(LOGITS))(np.broadcast_to(LOGITS, (DRAWS, len(LOGITS))), rows).token_ids
