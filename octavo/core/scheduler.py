@@ -27,6 +27,7 @@ class SchedulerStats(NamedTuple):
     num_blocks: int
     num_free_blocks: int
     peak_used_blocks: int
+    num_held_tokens: int  # in the cache, over all running sequences
     num_steps: int
     num_tokens: int  # computed, prompt tokens and recomputed ones included
     num_preemptions: int
@@ -186,6 +187,7 @@ class Scheduler:
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             peak_used_blocks=pool.peak_used,
+            num_held_tokens=self._tokens_held,
             num_steps=self._num_steps,
             num_tokens=self._num_tokens,
             num_preemptions=self._num_preemptions,
