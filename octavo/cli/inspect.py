@@ -73,7 +73,7 @@ def _facts(checkpoint: Checkpoint, model: ModelConfig, tokenizer: Tokenizer) -> 
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_ids": sorted(tokenizer.eos_token_ids),
         "kv_bytes_per_token": f"{_kv_bytes(model, 2)} in bfloat16, {_kv_bytes(model, 4)} in float32",
-        "chat_template": "yes" if tokenizer.chat_template else "no",
+        "chat_templates": ", ".join(tokenizer.chat_templates) or None,
         "unused_tensors": checkpoint.unused,
     }
 

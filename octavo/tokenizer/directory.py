@@ -48,7 +48,8 @@ def tokenizer_from_directory(
         ),
         max(engine.get_vocab().values(), default=-1) + 1,
         strips_leading_space=strips,
-        chat_template=_chat_template(path, settings),
+        chat_templates=_chat_templates(path, settings),
+        named_tokens={name: text for name in _NAMED_TOKENS if (text := _content(settings.get(name))) is not None},
     )
 
 
@@ -140,12 +141,21 @@ def _frame(engine: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ..
     raise ModelError("tokenizer.json has a post-processor that rewrites the text's own tokens; octavo does not know it")
 
 
-def _chat_template(path: Path, settings: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja where there is one, else tokenizer_config.json's, of several the one named "default"."""
+def _chat_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """chat_template.jinja where there is one, else what tokenizer_config.json holds: one, or a list of named ones."""
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template if isinstance(template, str) else None
+        return {"default": file.read_text(encoding="utf-8")}
+    templates = settings.get("chat_template")
+    if templates is None:
+        return {}
+    if isinstance(templates, str):
+        return {"default": templates}
+    try:
+        named = {entry["name"]: entry["template"] for entry in templates}
+    except (TypeError, KeyError) as error:
+        raise ModelError(
+            f"{path / 'tokenizer_config.json'}: chat_template is neither text nor a list of names and templates; "
+            "download it again"
+        ) from error
+    return {str(name): str(template) for name, template in named.items()}

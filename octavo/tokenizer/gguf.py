@@ -11,6 +11,17 @@ from octavo.tokenizer.gguf_vocab import read_vocab
 from octavo.tokenizer.special_ids import eos_union, token_ids
 from octavo.tokenizer.tokenizer import PieceStyle, SpecialIds, Tokenizer
 
+_TEMPLATE = "tokenizer.chat_template"
+_NAMED_TOKENS = {  # as transformers calls them, and as the format does, its spelling included
+    "bos": "bos",
+    "eos": "eos",
+    "unk": "unknown",
+    "sep": "seperator",
+    "pad": "padding",
+    "cls": "cls",
+    "mask": "mask",
+}
+
 
 def tokenizer_from_gguf(
     metadata: Mapping[str, object], config: Mapping[str, object], generation_config: Mapping[str, object]
@@ -36,7 +47,6 @@ def tokenizer_from_gguf(
         style, engine, adds_bos = "byte_level", build_bpe(metadata, vocab, rules), rules.adds_bos
         adds_space_prefix = False  # the key means nothing here, as in llama.cpp
     engine.add_tokens(vocab.added_tokens())
-    template = metadata.get("tokenizer.chat_template")
     return Tokenizer(
         engine,
         style,
@@ -46,8 +56,24 @@ def tokenizer_from_gguf(
         len(vocab.tokens),
         prepare=text_preparation(adds_space_prefix) if style == "sentencepiece" else None,
         strips_leading_space=adds_space_prefix,
-        chat_template=template if isinstance(template, str) else None,
+        chat_templates=_chat_templates(metadata),
+        named_tokens={
+            f"{name}_token": vocab.tokens[i]
+            for name, key in _NAMED_TOKENS.items()
+            for i in _own_ids(metadata, len(vocab.tokens), key)
+        },
     )
+
+
+def _chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
+    """`tokenizer.chat_template` is the default, `tokenizer.chat_template.NAME` a named one."""
+    found = {}
+    for key, value in metadata.items():
+        if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."):
+            if not isinstance(value, str):
+                raise ModelError(f"{key} is a {type(value).__name__}, expected text; convert the model again")
+            found[key.removeprefix(_TEMPLATE).removeprefix(".") or "default"] = value
+    return found
 
 
 def _special_ids(

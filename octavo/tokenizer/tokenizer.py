@@ -7,12 +7,12 @@ so text can be streamed without looking back (see detokenizer.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import tokenizers
-from tokenizers import models
+from tokenizers import models, normalizers
 
 from octavo.errors import ModelError, RequestError
 
@@ -38,7 +38,8 @@ class Tokenizer:
 
     Attributes:
         vocab_size: largest id that the tokeniser knows, plus one; the model's embedding may have more rows.
-        chat_template: Jinja source as the model ships it, never run here; None where there is none.
+        chat_templates: Jinja sources as the model ships them, never run here, by name; the usual one is "default".
+        named_tokens: texts of the special tokens that have a role, such as "bos_token", as chat templates see them.
         strips_leading_space: decoding removes the space that encoding put before the text.
     """
 
@@ -51,14 +52,16 @@ class Tokenizer:
         *,
         prepare: Callable[[str], str] | None = None,
         strips_leading_space: bool = False,
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        named_tokens: Mapping[str, str] | None = None,
     ) -> None:
         """`prepare` is applied to every stretch of plain text between special tokens, before `engine` sees it."""
         engine.no_truncation()
         engine.no_padding()
         self.vocab_size = vocab_size
         self.strips_leading_space = strips_leading_space
-        self.chat_template = chat_template
+        self.chat_templates = dict(chat_templates or {})
+        self.named_tokens = dict(named_tokens or {})
         added = engine.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
@@ -67,7 +70,8 @@ class Tokenizer:
         self._inert = _without_special_tokens(engine)
         self._style = style
         self._prepare = prepare
-        self._stretches = _stretch_engine([self._added[i] for i in self._special]) if prepare is not None else None
+        self._stretches = _stretch_engine(self.special_texts)
+        self._guarded: tuple[str, tokenizers.Tokenizer] | None = None
         self._pieces: dict[int, bytes] = {}
 
     @property
@@ -83,8 +87,17 @@ class Tokenizer:
     def adds_bos(self) -> bool:
         return self._ids.bos is not None and self._ids.bos in self._ids.before
 
+    @property
+    def special_texts(self) -> list[str]:
+        return [self._added[i] for i in sorted(self._special)]
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
+
+    def special_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where special tokens stand spelled out in `text`: the leftmost and longest, without overlaps."""
+        found = self._stretches.encode(text, add_special_tokens=False)
+        return [span for span, i in zip(found.offsets, found.ids, strict=True) if i != _PLAIN]
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of `text`.
@@ -109,6 +122,23 @@ class Tokenizer:
         if after and ids[-len(after) :] == after:
             after = []
         return before + ids + after
+
+    def encode_guarded(self, text: str, guard: str) -> list[int]:
+        """Token ids of `text` without its every `guard`, a character that keeps special tokens apart:
+
+            <|im_start|>user ⏎ what is <⌁|im_end|> ? <|im_end|>        ⌁ is the guard
+            token                      plain text    token
+
+        Nothing is put around the text.
+
+        Raises:
+            RequestError: as `encode`.
+        """
+        _check_encodable(text)
+        if self._guarded is None or self._guarded[0] != guard:
+            self._guarded = guard, _with_guard(self._engine, guard)
+        ids: list[int] = self._guarded[1].encode(self._prepared(text, True), add_special_tokens=False).ids
+        return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids that the tokeniser does not know are left out."""
@@ -145,7 +175,7 @@ class Tokenizer:
         return bytes(_BYTE_OF[char] for char in text) if all(char in _BYTE_OF for char in text) else text.encode()
 
     def _prepared(self, text: str, parse_special: bool) -> str:
-        if self._prepare is None or self._stretches is None:
+        if self._prepare is None:
             return text
         prepared = self._prepare(text)
         if not parse_special or prepared == text:
@@ -163,21 +193,54 @@ def _stretch_engine(special: list[str]) -> tokenizers.Tokenizer:
 
 
 def _without_special_tokens(engine: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A second face of `engine` to which special tokens are plain text. The model itself is shared, not copied."""
-    inert = tokenizers.Tokenizer(engine.model)
-    if engine.normalizer is not None:
-        inert.normalizer = engine.normalizer
-    if engine.pre_tokenizer is not None:
-        inert.pre_tokenizer = engine.pre_tokenizer
-    added = engine.get_added_tokens_decoder()
-    inert.add_tokens([added[i] for i in sorted(added)])
+    """A second face of `engine` to which special tokens are plain text."""
+    inert = _face(engine, engine.normalizer, list(_added_tokens(engine).values()))
     inert.encode_special_tokens = True
-    for i, token in added.items():
+    for i, token in _added_tokens(engine).items():
         if inert.token_to_id(token.content) != i:
             raise ModelError(
                 f"the added token {token.content!r} has id {i}, which leaves a gap; rewrite tokenizer.json"
             )
     return inert
+
+
+def _with_guard(engine: tokenizers.Tokenizer, guard: str) -> tokenizers.Tokenizer:
+    """A face of `engine` that looks for special tokens while the guards are there, and for all else without them: the
+    library matches added tokens that are not `normalized` first, then normalises the text between them."""
+    steps = [normalizers.Replace(guard, "")]
+    if engine.normalizer is not None:
+        steps.append(engine.normalizer)
+    return _face(engine, normalizers.Sequence(steps), [_verbatim(token) for token in _added_tokens(engine).values()])
+
+
+def _verbatim(token: tokenizers.AddedToken) -> tokenizers.AddedToken:
+    if not token.special:
+        return token
+    return tokenizers.AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=False,
+        special=True,
+    )
+
+
+def _added_tokens(engine: tokenizers.Tokenizer) -> dict[int, tokenizers.AddedToken]:
+    return dict(sorted(engine.get_added_tokens_decoder().items()))
+
+
+def _face(
+    engine: tokenizers.Tokenizer, normalizer: normalizers.Normalizer | None, added: list[tokenizers.AddedToken]
+) -> tokenizers.Tokenizer:
+    """Another tokeniser on the model of `engine`, which is shared, not copied. It puts nothing around a text."""
+    face = tokenizers.Tokenizer(engine.model)
+    if normalizer is not None:
+        face.normalizer = normalizer
+    if engine.pre_tokenizer is not None:
+        face.pre_tokenizer = engine.pre_tokenizer
+    face.add_tokens(added)
+    return face
 
 
 def _check_encodable(text: str) -> None:

@@ -151,7 +151,8 @@ def test_llama3_layout(llama3: Path) -> None:
     assert tokenizer.vocab_size == 404
     assert tokenizer.encode("") == [bos]
     assert tokenizer.encode(f"{SPECIAL[0]}Hi") == tokenizer.encode("Hi")
-    assert tokenizer.chat_template == "T"
+    assert tokenizer.chat_templates == {"default": "T"}
+    assert tokenizer.named_tokens == {"bos_token": SPECIAL[0], "eos_token": SPECIAL[2]}
     tool = tokenizer.encode("<tool>", add_special_tokens=False, parse_special=False)
     assert tool == [403]
     assert not tokenizer.is_special(403)
@@ -162,13 +163,13 @@ def test_llama3_layout(llama3: Path) -> None:
 
 def test_chat_template_file_goes_first(llama3: Path) -> None:
     (llama3 / "chat_template.jinja").write_text("from the file", encoding="utf-8")
-    assert load(llama3).chat_template == "from the file"
+    assert load(llama3).chat_templates == {"default": "from the file"}
 
 
-def test_named_templates_give_the_default(llama3: Path) -> None:
+def test_named_templates(llama3: Path) -> None:
     templates = [{"name": "tool_use", "template": "A"}, {"name": "default", "template": "B"}]
     write(llama3 / "tokenizer_config.json", chat_template=templates)
-    assert load(llama3).chat_template == "B"
+    assert load(llama3).chat_templates == {"tool_use": "A", "default": "B"}
     assert load(llama3, {"bos_token_id": 400}).bos_token_id == 400
     assert load(llama3).bos_token_id is None
 
@@ -199,6 +200,8 @@ def test_missing_files_say_what_to_do(tmp_path: Path) -> None:
         ("tokenizer.json", "{", "tokenizer.json cannot be read"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
         ("tokenizer_config.json", "[]", "holds a list, expected an object"),
+        ("tokenizer_config.json", '{"chat_template": [1]}', "chat_template is neither text nor a list"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "chat_template is neither text nor a list"),
     ],
 )
 def test_damaged_files_are_named(name: str, content: str, message: str, llama3: Path) -> None:

@@ -123,8 +123,7 @@ def test_smollm2_facts(smollm2_tokenizer: Tokenizer) -> None:
     assert not smollm2_tokenizer.adds_bos
     assert smollm2_tokenizer.eos_token_ids == (2,)
     assert smollm2_tokenizer.encode("") == []
-    assert smollm2_tokenizer.chat_template is not None
-    assert "<|im_start|>" in smollm2_tokenizer.chat_template
+    assert "<|im_start|>" in smollm2_tokenizer.chat_templates["default"]
     assert smollm2_tokenizer.decode([10**9, -1, 49152]) == ""
     assert smollm2_tokenizer.token_text(10**9) == ""
 
@@ -283,6 +282,7 @@ def test_eos_is_the_union() -> None:
         ({"merges": ["a b", "a d"]}, r"merges\[1\]='a d'"),
         ({"eos_token_id": -1}, "eos_token_id=-1"),
         ({"eos_token_id": 11}, "outside the vocabulary of 11"),
+        ({"padding_token_id": 11}, "padding_token_id=11 is outside"),
     ],
 )
 def test_refusals_name_the_value(changes: dict[str, Any], message: str) -> None:

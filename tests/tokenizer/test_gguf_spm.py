@@ -71,7 +71,7 @@ def test_gemma3_facts(gemma3_tokenizer: Tokenizer) -> None:
     assert gemma3_tokenizer.bos_token_id == 2
     assert gemma3_tokenizer.eos_token_ids == (1,)
     assert gemma3_tokenizer.adds_bos
-    assert gemma3_tokenizer.chat_template is None
+    assert gemma3_tokenizer.chat_templates == {}
     assert gemma3_tokenizer.is_special(2)
     assert not gemma3_tokenizer.is_special(184)  # <h1>, user-defined
     assert gemma3_tokenizer.encode("") == [2]
