@@ -34,13 +34,13 @@ PositionLogprobs = dict[int, Logprob]  # by token id: the token that stands ther
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """What one request cost. Times in seconds."""
+    """What one request cost. Times in seconds; of several choices, from the first that did a thing to the last."""
 
     queue_time: float = 0.0  # arrival to the first step that computed one of its tokens
     prefill_time: float = 0.0  # from there to its first sampled token
     decode_time: float = 0.0  # from there to its last
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; the least of its choices
+    num_preemptions: int = 0  # summed over its choices
 
 
 @dataclass(slots=True)
@@ -53,12 +53,16 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # of the sampled tokens; None unless logprobs were asked for
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the token id (not an end-of-sequence token) that ended it
+    stop_reason: int | str | None = None  # the stop string, or the token id of `stop_token_ids`, that ended it
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request as far as it has come; `finished` says whether it goes on."""
+    """A request as far as it has come; `finished` says whether it goes on.
+
+    `outputs` has n entries, in the order of their index. Text and token ids only ever grow. With `best_of` above n the
+    entries stay empty until the request is finished: the best come first then.
+    """
 
     request_id: str
     prompt: str | None
@@ -67,4 +71,4 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None  # the first entry is None: nothing comes before it
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     finished: bool = False
-    error: str | None = None  # why finish_reason is "error"
+    error: str | None = None  # why a choice's finish_reason is "error"

@@ -10,7 +10,7 @@ from octavo.core.scheduler import SchedulerStats
 from octavo.engine.messages import SequenceOutput, SequenceRequest
 from octavo.executor import Executor
 from octavo.metrics import log_event
-from octavo.outputs import RequestMetrics
+from octavo.outputs import FinishReason, RequestMetrics
 
 
 class EngineCore:
@@ -38,6 +38,7 @@ class EngineCore:
                 request.params,
                 max_length=request.max_length,
                 stop_token_ids=request.stop_token_ids,
+                bans=request.bans,
                 seed=request.seed,
                 choice=request.choice,
                 priority=request.priority,
@@ -64,9 +65,9 @@ class EngineCore:
             outputs.append(output)
         return outputs
 
-    def abort(self, seq_id: int) -> SequenceOutput | None:
+    def abort(self, seq_id: int, reason: FinishReason = "abort") -> SequenceOutput | None:
         """Ends a sequence; None when it has ended already."""
-        sequence = self.scheduler.abort(seq_id)
+        sequence = self.scheduler.abort(seq_id, reason)
         if sequence is None:
             return None
         output = SequenceOutput(seq_id)

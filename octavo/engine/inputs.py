@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TypedDict
 
 from octavo.config import ModelConfig
-from octavo.engine.messages import SequenceRequest
+from octavo.engine.messages import Request, SequenceRequest
 from octavo.errors import RequestError
 from octavo.sampling import request_seed
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import Bans, SamplingParams
 from octavo.tokenizer import Tokenizer
 
 
@@ -31,40 +32,67 @@ class InputProcessor:
         self.model = model
         self.max_model_len = max_model_len
         self.seed = seed
+        self.vocab_size = min(tokenizer.vocab_size, model.vocab_size)  # ids that can be sampled
         self.eos_token_ids = frozenset(tokenizer.eos_token_ids)
-        self._next_id = 0
+        self._num_requests = 0
+        self._num_sequences = 0
 
-    def process(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> SequenceRequest:
+    def process(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Request:
         """
         Raises:
             RequestError: the prompt is empty, of the wrong type, names ids that the model lacks, or leaves no room in
-                the context for one token; or a parameter names such an id.
+                the context for one token; or a parameter names such an id, or parameters leave no token to sample.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={params!r}: expected SamplingParams")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority={priority!r}: expected a whole number")
         tokens = self._tokens(prompt)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
+        _check_ids("stop_token_ids", params.stop_token_ids, self.model.vocab_size)
+        bans = self._bans(params)
         if len(tokens) >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens; the context holds {self.max_model_len}, and at least one must "
                 "be left to generate: shorten the prompt"
             )
-        seq_id = self._next_id
-        self._next_id += 1
         room = self.max_model_len if params.max_tokens is None else len(tokens) + params.max_tokens
-        return SequenceRequest(
-            seq_id=seq_id,
+        first = SequenceRequest(
+            seq_id=self._num_sequences,
             tokens=tokens,
-            params=params,
-            seed=request_seed(self.seed, seq_id) if params.seed is None else params.seed,
+            params=params if params.num_choices == params.n else _ranked(params),
+            seed=request_seed(self.seed, self._num_requests) if params.seed is None else params.seed,
             max_length=min(room, self.max_model_len),
             stop_token_ids=frozenset(params.stop_token_ids)
             | (frozenset() if params.ignore_eos else self.eos_token_ids),
             priority=priority,
             arrival_time=time.monotonic(),
+            bans=bans,
         )
+        self._num_requests += 1
+        self._num_sequences += params.num_choices
+        return Request(params, [first, *_further_choices(first, params.num_choices)])
+
+    def _bans(self, params: SamplingParams) -> Bans:
+        _check_ids("logit_bias", (token for token, _ in params.logit_bias), self.vocab_size)
+        _check_ids("allowed_token_ids", params.allowed_token_ids or (), self.vocab_size)
+        words = dict.fromkeys(form for word in params.bad_words for form in self._forms(word))
+        ends = self.eos_token_ids.union(params.stop_token_ids) if params.min_tokens else ()
+        bans = Bans(tuple(words), tuple(sorted(token for token in ends if token < self.vocab_size)))
+        banned = {word[0] for word in bans.words if len(word) == 1}.union(bans.ends)
+        if params.allowed_token_ids is not None and banned.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                f"allowed_token_ids: bad_words, and ends that min_tokens={params.min_tokens} puts off, forbid all "
+                f"{len(params.allowed_token_ids)} of them; allow at least one more"
+            )
+        return bans
+
+    def _forms(self, word: str) -> list[tuple[int, ...]]:
+        """A bad word's token ids at the start of a text or inside a word, and after a space."""
+        bare = word.lstrip(" ") or word
+        forms = [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (bare, " " + bare)]
+        if () in forms:
+            raise RequestError(f"bad_words={word!r}: the tokeniser makes no token of it; leave it out")
+        return [form for form in forms if max(form) < self.vocab_size]
 
     def _tokens(self, prompt: object) -> list[int]:
         if isinstance(prompt, str):
@@ -74,7 +102,7 @@ class InputProcessor:
             if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
                 raise RequestError(f"prompt_token_ids={ids!r}: expected a list of token ids")
             tokens = list(ids)
-            self._check_ids("prompt_token_ids", tokens)
+            _check_ids("prompt_token_ids", tokens, self.model.vocab_size)
         else:
             shown = repr(prompt)
             raise RequestError(
@@ -86,8 +114,20 @@ class InputProcessor:
             )
         return tokens
 
-    def _check_ids(self, name: str, ids: Sequence[object]) -> None:
-        size = self.model.vocab_size
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
-                raise RequestError(f"{name}: {token!r} is not a token id; the model's are 0 to {size - 1}")
+
+def _ranked(params: SamplingParams) -> SamplingParams:
+    """So that the sampler reports what the best choices are found by."""
+    return replace(params, logprobs=params.logprobs or 0)
+
+
+def _further_choices(first: SequenceRequest, num_choices: int) -> Iterator[SequenceRequest]:
+    """The request's other sequences; the prompt's logprobs are computed once, by the first."""
+    params = replace(first.params, prompt_logprobs=None)
+    for choice in range(1, num_choices):
+        yield replace(first, seq_id=first.seq_id + choice, choice=choice, tokens=list(first.tokens), params=params)
+
+
+def _check_ids(name: str, ids: Iterable[object], size: int) -> None:
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
+            raise RequestError(f"{name}: {token!r} is not a token id; the model's are 0 to {size - 1}")

@@ -7,13 +7,13 @@ from typing import Any
 from octavo.config import EngineConfig, engine_config
 from octavo.engine.core import EngineCore
 from octavo.engine.inputs import InputProcessor, Prompt
-from octavo.engine.messages import SequenceRequest
+from octavo.engine.messages import Request
 from octavo.engine.outputs import OutputProcessor
 from octavo.errors import OctavoError, RequestError
 from octavo.executor import LocalExecutor
 from octavo.metrics import log_event
 from octavo.models import model_config
-from octavo.outputs import RequestOutput
+from octavo.outputs import FinishReason, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.tokenizer import load_tokenizer
 from octavo.weights import open_checkpoint, resolve_model
@@ -47,7 +47,7 @@ class LLMEngine:
         max_model_len = self.boot_report.memory.max_model_len
         self._inputs = InputProcessor(self.tokenizer, self.model_config, max_model_len, config.seed)
         self._outputs = OutputProcessor(self.tokenizer)
-        self._seq_ids: dict[str, int] = {}  # of unfinished requests
+        self._seq_ids: dict[str, list[int]] = {}  # of unfinished requests
         self._closed = False
         log_event("engine_ready", self.boot_report.fields())
 
@@ -56,7 +56,7 @@ class LLMEngine:
         """An engine from the keyword arguments of `octavo.LLM`."""
         return cls(engine_config(model, options))
 
-    def process_prompt(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> SequenceRequest:
+    def process_prompt(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Request:
         """Tokenises and checks a request without queueing it.
 
         Raises:
@@ -74,19 +74,21 @@ class LLMEngine:
             request_id, prompt if isinstance(prompt, str) else None, self.process_prompt(prompt, params, priority)
         )
 
-    def add_processed(self, request_id: str, prompt: str | None, request: SequenceRequest) -> None:
+    def add_processed(self, request_id: str, prompt: str | None, request: Request) -> None:
         """Queues what `process_prompt` returned."""
         if self._closed:
             raise OctavoError("the engine is closed")
         if request_id in self._seq_ids:
             raise RequestError(f"request_id={request_id!r} belongs to an unfinished request; give another")
-        self._core.add(request)
+        for sequence in request.sequences:  # all of one size: if any is refused, the first is
+            self._core.add(sequence)
         self._outputs.add(request_id, prompt, request)
-        self._seq_ids[request_id] = request.seq_id
+        self._seq_ids[request_id] = [sequence.seq_id for sequence in request.sequences]
 
     def step(self) -> list[RequestOutput]:
         """Runs one step. Returns the requests that it moved, finished ones for the last time."""
-        outputs = self._outputs.process(self._core.step())
+        outputs, stopped = self._outputs.process(self._core.step())
+        self._end(stopped, "stop")
         for output in outputs:
             if output.finished:
                 del self._seq_ids[output.request_id]
@@ -94,9 +96,8 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once and returns what it has; None when there is no such unfinished request."""
-        seq_id = self._seq_ids.pop(request_id, None)
-        update = None if seq_id is None else self._core.abort(seq_id)
-        return None if update is None else self._outputs.process([update])[0]
+        outputs = self._end(self._seq_ids.pop(request_id, []), "abort")
+        return outputs[0] if outputs else None
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -104,7 +105,7 @@ class LLMEngine:
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters since the engine was made."""
-        return dict(self._core.stats()._asdict())
+        return {**self._core.stats()._asdict(), "num_generated_tokens": self._outputs.num_generated_tokens}
 
     def close(self) -> None:
         """Ends what is unfinished and gives the memory back. Safe to call twice."""
@@ -112,3 +113,9 @@ class LLMEngine:
             self.abort_request(request_id)
         self._core.close()
         self._closed = True
+
+    def _end(self, seq_ids: list[int], reason: FinishReason) -> list[RequestOutput]:
+        """Ends those of these sequences that have not ended yet."""
+        updates = [self._core.abort(seq_id, reason) for seq_id in seq_ids]
+        outputs, _ = self._outputs.process(update for update in updates if update is not None)
+        return outputs

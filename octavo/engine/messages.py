@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.outputs import FinishReason, RequestMetrics, TokenLogprobs
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import NO_BANS, Bans, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,16 @@ class SequenceRequest:
     priority: int
     arrival_time: float  # seconds, time.monotonic()
     choice: int = 0
+    bans: Bans = NO_BANS
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller asked for, checked: one sequence for each choice. The sequences' own parameters may differ from
+    the caller's, in what the sampler is to report."""
+
+    params: SamplingParams
+    sequences: list[SequenceRequest]
 
 
 @dataclass(slots=True)

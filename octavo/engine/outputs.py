@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from octavo.engine.messages import SequenceOutput, SequenceRequest
-from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, TokenLogprobs
+from octavo.engine.messages import Request, SequenceOutput
+from octavo.engine.stop_strings import StopStrings
+from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput, TokenLogprobs
+from octavo.sampling_params import SamplingParams
 from octavo.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(slots=True)
+class _Choice:
+    """One of a request's continuations."""
+
+    completion: CompletionOutput
+    detokenizer: Detokenizer
+    stops: StopStrings
+    logprob: float = 0.0  # summed over its tokens, where the sampler reports them
+    stopped_by: str | None = None  # the stop string that its text met; it grows no more
+
+    @property
+    def mean_logprob(self) -> float:
+        """What the best of several is chosen by; a choice that failed comes last."""
+        count = len(self.completion.token_ids)
+        return -math.inf if count == 0 or self.completion.finish_reason == "error" else self.logprob / count
+
+
+@dataclass(slots=True)
 class _Live:
-    """One sequence that is still on its way."""
+    """One request that is still on its way."""
 
     output: RequestOutput
-    request: SequenceRequest
-    detokenizer: Detokenizer
+    params: SamplingParams
+    choices: list[_Choice]
+    metrics: list[RequestMetrics] = field(default_factory=list)  # of the choices that are finished
 
 
 class OutputProcessor:
@@ -24,52 +45,100 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._live: dict[int, _Live] = {}
+        self.num_generated_tokens = 0  # since the engine was made
+        self._live: dict[int, tuple[_Live, _Choice]] = {}  # by seq_id
 
-    def add(self, request_id: str, prompt: str | None, request: SequenceRequest) -> None:
+    def add(self, request_id: str, prompt: str | None, request: Request) -> None:
         params = request.params
-        completion = CompletionOutput(index=request.choice)
-        if params.logprobs is not None:
-            completion.logprobs, completion.cumulative_logprob = [], 0.0
-        output = RequestOutput(request_id, prompt, list(request.tokens), [completion])
+        prompt_ids = list(request.sequences[0].tokens)
+        choices = [self._choice(params, index, prompt_ids) for index in range(params.num_choices)]
+        # Which n of more choices are the best is known at the end: until then their places stay empty.
+        shown = [c.completion for c in choices] if params.num_choices == params.n else _empty(params.n)
+        output = RequestOutput(request_id, prompt, prompt_ids, shown)
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
-        detokenizer = Detokenizer(
-            self.tokenizer, skip_special_tokens=params.skip_special_tokens, prompt_ids=request.tokens
-        )
-        self._live[request.seq_id] = _Live(output, request, detokenizer)
+        live = _Live(output, params, choices)
+        for sequence, choice in zip(request.sequences, choices, strict=True):
+            self._live[sequence.seq_id] = live, choice
 
-    def process(self, updates: Iterable[SequenceOutput]) -> list[RequestOutput]:
-        """The requests that these updates moved, in order. A request's object stays the same until it is finished."""
-        return [self._process(update) for update in updates]
+    def process(self, updates: Iterable[SequenceOutput]) -> tuple[list[RequestOutput], list[int]]:
+        """Takes what one step did.
 
-    def _process(self, update: SequenceOutput) -> RequestOutput:
-        live = self._live[update.seq_id]
-        output, completion = live.output, live.output.outputs[0]
-        if output.prompt_logprobs is not None:
-            output.prompt_logprobs += [self._with_text(entry) for entry in update.prompt_logprobs]
+        Returns:
+            The requests that these updates moved, in order, each once; a request's object stays the same until it is
+            finished. And the seq_ids whose text met a stop string: the core is to end them, and their last update is to
+            come here.
+        """
+        moved: dict[str, RequestOutput] = {}
+        stopped = []
+        for update in updates:
+            live, choice = self._live[update.seq_id]
+            self._take(live, choice, update)
+            if update.finish_reason is not None:
+                self._finish(live, choice, update)
+            elif choice.stopped_by is not None:
+                stopped.append(update.seq_id)
+            moved[live.output.request_id] = live.output
+        return list(moved.values()), stopped
+
+    def _choice(self, params: SamplingParams, index: int, prompt_ids: list[int]) -> _Choice:
+        completion = CompletionOutput(index)
+        if params.logprobs is not None:
+            completion.logprobs, completion.cumulative_logprob = [], 0.0
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt_ids)
+        return _Choice(completion, detokenizer, StopStrings(params.stop, include=params.include_stop_str_in_output))
+
+    def _take(self, live: _Live, choice: _Choice, update: SequenceOutput) -> None:
+        completion = choice.completion
+        if live.output.prompt_logprobs is not None:
+            live.output.prompt_logprobs += [self._with_text(entry) for entry in update.prompt_logprobs]
         if update.token_id is not None:
             completion.token_ids.append(update.token_id)
-            if update.finish_reason != "stop":  # the token that stopped it is no part of the text
-                completion.text += live.detokenizer.feed([update.token_id])
-        if update.logprobs is not None and completion.logprobs is not None:
-            completion.logprobs.append(self._with_text(update.logprobs))
-            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + update.logprobs.logprob
-        if update.finish_reason is not None:
-            self._finish(live, update)
-        return output
+            self.num_generated_tokens += 1
+        if update.logprobs is not None:
+            choice.logprob += update.logprobs.logprob
+            if completion.logprobs is not None:
+                completion.logprobs.append(self._with_text(update.logprobs))
+                completion.cumulative_logprob = choice.logprob
+        if choice.stopped_by is None:
+            self._add_text(live.params, choice, update)
 
-    def _finish(self, live: _Live, update: SequenceOutput) -> None:
-        output, completion = live.output, live.output.outputs[0]
-        completion.text += live.detokenizer.flush()
+    def _add_text(self, params: SamplingParams, choice: _Choice, update: SequenceOutput) -> None:
+        completion, text = choice.completion, ""
+        ended_by_token = update.finish_reason == "stop"  # which is then no part of the text
+        if update.token_id is not None and (params.include_stop_str_in_output or not ended_by_token):
+            text = choice.detokenizer.feed([update.token_id])
+        if update.finish_reason is not None:
+            text += choice.detokenizer.flush()
+        may_stop = update.token_id is not None and len(completion.token_ids) > params.min_tokens
+        shown, choice.stopped_by = choice.stops.feed(text, check=may_stop)
+        completion.text += shown
+        if update.finish_reason is not None:
+            completion.text += choice.stops.flush()
+
+    def _finish(self, live: _Live, choice: _Choice, update: SequenceOutput) -> None:
+        output, completion = live.output, choice.completion
         completion.finish_reason = update.finish_reason
-        if update.finish_reason == "stop" and update.token_id in live.request.params.stop_token_ids:
+        if choice.stopped_by is not None:  # perhaps by the very token that was the last of its length
+            completion.finish_reason, completion.stop_reason = "stop", choice.stopped_by
+        elif update.finish_reason == "stop" and update.token_id in live.params.stop_token_ids:
             completion.stop_reason = update.token_id
+        output.error = output.error or update.error
         if update.metrics is not None:
-            output.metrics = update.metrics
-        output.error = update.error
-        output.finished = True
+            live.metrics.append(update.metrics)
         del self._live[update.seq_id]
+        if all(choice.completion.finish_reason is not None for choice in live.choices):
+            self._close(live)
+
+    def _close(self, live: _Live) -> None:
+        output, params = live.output, live.params
+        if params.num_choices > params.n:
+            best = sorted(live.choices, key=lambda choice: -choice.mean_logprob)[: params.n]
+            output.outputs = [choice.completion for choice in best]
+            for index, completion in enumerate(output.outputs):
+                completion.index = index
+        output.metrics = _combined(live.metrics)
+        output.finished = True
 
     def _with_text(self, entry: TokenLogprobs) -> PositionLogprobs:
         """The token that stands there first, then the most likely ones."""
@@ -79,3 +148,21 @@ class OutputProcessor:
             for rank, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1)
         ]
         return {token: Logprob(logprob, rank, self.tokenizer.token_text(token)) for token, logprob, rank in ranked}
+
+
+def _empty(count: int) -> list[CompletionOutput]:
+    return [CompletionOutput(index) for index in range(count)]
+
+
+def _combined(choices: list[RequestMetrics]) -> RequestMetrics:
+    """Of a request: from the first choice that started to the last that ended. All arrived at one moment."""
+    started = min(m.queue_time for m in choices)
+    first_token = min(m.queue_time + m.prefill_time for m in choices)
+    end = max(m.queue_time + m.prefill_time + m.decode_time for m in choices)
+    return RequestMetrics(
+        queue_time=started,
+        prefill_time=first_token - started,
+        decode_time=end - first_token,
+        num_cached_tokens=min(m.num_cached_tokens for m in choices),
+        num_preemptions=sum(m.num_preemptions for m in choices),
+    )
