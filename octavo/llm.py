@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +14,7 @@ from octavo.engine import LLMEngine, Prompt
 from octavo.errors import RequestError
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.tokenizer import ChatTemplates, Message, is_batch
 
 
 class LLM:
@@ -37,6 +38,7 @@ class LLM:
             ModelError: the model cannot be found, read or understood.
         """
         self.engine = LLMEngine.from_options(model, **options)
+        self._chat_templates = ChatTemplates(self.engine.tokenizer)
         self._num_requests = 0
 
     def generate(
@@ -80,12 +82,64 @@ class LLM:
         by_id = {output.request_id: output for output in outputs}
         return [by_id[request_id] for request_id in ids]
 
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Replies to each conversation; `prompt` of an output is the text that the chat template made.
+
+        Args:
+            messages: one conversation, a list of `{"role": ..., "content": ...}`, or a list of conversations.
+            sampling_params: one for all conversations, or one each.
+            tools, documents, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs: for
+                all conversations, as explained at `octavo.tokenizer.ChatTemplates.render`.
+            progress: show a progress bar on stderr; None shows one on a terminal.
+
+        Raises:
+            RequestError: a conversation or a parameter is refused, by the chat template too. All are checked before
+                any runs.
+        """
+        batched = is_batch(messages)
+        conversations: Sequence[Any] = messages if batched else [messages]
+        prompts = []
+        for i, conversation in enumerate(conversations):
+            try:
+                prompts.append(
+                    self._chat_templates.render(
+                        conversation,
+                        tools=tools,
+                        documents=documents,
+                        chat_template=chat_template,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        chat_template_kwargs=chat_template_kwargs,
+                    )
+                )
+            except RequestError as error:
+                raise (RequestError(f"conversation {i}: {error}") if batched else error) from error
+        outputs = self.generate(
+            [{"prompt_token_ids": prompt.token_ids} for prompt in prompts], sampling_params, progress=progress
+        )
+        for output, prompt in zip(outputs, prompts, strict=True):
+            output.prompt = prompt.text
+        return outputs
+
     def stats(self) -> dict[str, float]:
         """Gauges and counters since the engine was made."""
         return self.engine.stats()
 
     def close(self) -> None:
         """Gives the model's memory back; the object is of no further use."""
+        self._chat_templates.close()
         self.engine.close()
 
     def __enter__(self) -> LLM:
