@@ -171,17 +171,17 @@ def run_until_idle(
         transient=True,
     )
     finished: list[RequestOutput] = []
-    num_tokens = 0
+    before = engine.stats()["num_generated_tokens"]
     with bar:
         task = bar.add_task("generating", total=total, rate=0.0)
         while engine.has_unfinished_requests:
             for output in engine.step():
-                num_tokens += 1
                 if output.finished:
                     finished.append(output)
                     if on_finish is not None:
                         on_finish(output)
             elapsed = bar.tasks[task].elapsed or 0.0
+            num_tokens = engine.stats()["num_generated_tokens"] - before
             bar.update(task, completed=len(finished), rate=num_tokens / max(elapsed, 1e-9))
     return finished
 

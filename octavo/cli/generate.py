@@ -19,7 +19,7 @@ from octavo.config import DEMO_MODEL
 from octavo.engine import LLMEngine
 from octavo.errors import OctavoError, RequestError
 from octavo.llm import run_until_idle
-from octavo.outputs import PositionLogprobs, RequestOutput
+from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -108,32 +108,41 @@ def _read_file(path: Path) -> list[str]:
 def _print_texts(outputs: list[RequestOutput]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for output in outputs:
-        completion = output.outputs[0]
-        text = Text(output.prompt or "", style="bold") + Text(completion.text, style="not bold")
-        console.print(text)
-        console.print(Text(f"[{len(completion.token_ids)} tokens, {completion.finish_reason}]\n", style="dim"))
+        for completion in output.outputs:
+            text = Text(output.prompt or "", style="bold") + Text(completion.text, style="not bold")
+            console.print(text)
+            which = f"choice {completion.index + 1} of {len(output.outputs)}, " if len(output.outputs) > 1 else ""
+            note = f"[{which}{len(completion.token_ids)} tokens, {completion.finish_reason}]\n"
+            console.print(Text(note, style="dim"))
 
 
 def _print_json(output: RequestOutput) -> None:
-    completion = output.outputs[0]
     record: dict[str, Any] = {
         "index": int(output.request_id),
         "prompt": output.prompt,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
+        "choices": [_choice(completion) for completion in output.outputs],
         "num_prompt_tokens": len(output.prompt_token_ids),
         "metrics": asdict(output.metrics),
     }
-    if completion.logprobs is not None:
-        record["cumulative_logprob"] = completion.cumulative_logprob
-        record["logprobs"] = [_position(entry) for entry in completion.logprobs]
     if output.prompt_logprobs is not None:
         record["prompt_logprobs"] = [_position(entry) for entry in output.prompt_logprobs]
     if output.error is not None:
         record["error"] = output.error
     print(json.dumps(record, ensure_ascii=False), flush=True)
+
+
+def _choice(completion: CompletionOutput) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "index": completion.index,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.logprobs is not None:
+        record["cumulative_logprob"] = completion.cumulative_logprob
+        record["logprobs"] = [_position(entry) for entry in completion.logprobs]
+    return record
 
 
 def _position(entry: PositionLogprobs | None) -> list[dict[str, object]] | None:
@@ -142,7 +151,7 @@ def _position(entry: PositionLogprobs | None) -> list[dict[str, object]] | None:
 
 def _statistics(engine: LLMEngine, finished: list[RequestOutput], seconds: float) -> str:
     stats = engine.stats()
-    sampled = sum(len(output.outputs[0].token_ids) for output in finished)
+    sampled = round(stats["num_generated_tokens"])
     prompt = sum(len(output.prompt_token_ids) for output in finished)
     return (
         f"{len(finished)} requests, {prompt} prompt tokens and {sampled} generated in {seconds:.1f} s: "

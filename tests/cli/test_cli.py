@@ -61,8 +61,10 @@ class TestGenerate:
         records = [json.loads(line) for line in out.splitlines()]
         assert sorted(record["index"] for record in records) == [0, 1]
         for record in records:
-            assert len(record["token_ids"]) == len(record["logprobs"]) == 4
-            assert record["finish_reason"] == "length"
+            (choice,) = record["choices"]
+            assert choice["index"] == 0
+            assert len(choice["token_ids"]) == len(choice["logprobs"]) == 4
+            assert choice["finish_reason"] == "length"
             assert record["prompt_logprobs"][0] is None
             assert len(record["prompt_logprobs"]) == record["num_prompt_tokens"]
             assert record["metrics"]["num_preemptions"] == 0
