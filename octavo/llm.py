@@ -125,7 +125,9 @@ class LLM:
                     )
                 )
             except RequestError as error:
-                raise (RequestError(f"conversation {i}: {error}") if batched else error) from error
+                if not batched:
+                    raise
+                raise RequestError(f"conversation {i}: {error}") from error
         outputs = self.generate(
             [{"prompt_token_ids": prompt.token_ids} for prompt in prompts], sampling_params, progress=progress
         )

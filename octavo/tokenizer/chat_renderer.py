@@ -174,12 +174,16 @@ def _short(error: Exception) -> str:
     return message if len(message) <= _LONGEST_MESSAGE else message[:_LONGEST_MESSAGE] + "..."
 
 
-def answer(line: bytes, max_characters: int) -> dict[str, str]:
+def answer(line: bytes, max_characters: int) -> bytes:
     try:
         request = json.loads(line)
-        return {"text": render(request["template"], request["variables"], max_characters)}
+        return _written({"text": render(request["template"], request["variables"], max_characters)})
     except Exception as error:  # noqa: BLE001  # a template can raise anything, and the parent wants to hear of it
-        return {"error": explain(error)}
+        return _written({"error": explain(error)})
+
+
+def _written(value: dict[str, str]) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
 def _limit(what: int, amount: int) -> None:
@@ -189,8 +193,8 @@ def _limit(what: int, amount: int) -> None:
     resource.setrlimit(what, (amount, amount))
 
 
-def _send(value: dict[str, str]) -> None:
-    sys.stdout.buffer.write(json.dumps(value).encode() + b"\n")
+def _send(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 
 
@@ -198,7 +202,7 @@ def main(memory_bytes: int, seconds: float, max_characters: int) -> None:
     _limit(resource.RLIMIT_AS, memory_bytes)
     _limit(resource.RLIMIT_FSIZE, 0)  # no file can be written
     _limit(resource.RLIMIT_CORE, 0)
-    _send({})
+    _send(_written({}))
     for line in sys.stdin.buffer:
         # The parent keeps the time. Should it be gone, the unhandled alarm ends this process a little later.
         signal.setitimer(signal.ITIMER_REAL, 2 * seconds)
