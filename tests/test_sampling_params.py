@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -57,14 +58,66 @@ HUGE = 10**400  # a whole number that no float holds
         ("stop_token_ids", [1.0], ["1.0", "whole number"]),
         ("stop_token_ids", [True], ["True", "whole number"]),
         ("stop_token_ids", ["1"], ["'1'", "whole number"]),
+        ("min_p", -0.1, ["-0.1", "between 0 and 1"]),
+        ("min_p", 1.1, ["1.1", "between 0 and 1"]),
+        ("min_p", math.nan, ["nan", "between 0 and 1"]),
+        ("min_p", None, ["None", "number"]),
+        ("repetition_penalty", 0, ["0", "between 1e-06 and 1e+06"]),
+        ("repetition_penalty", -1.0, ["-1.0", "between 1e-06 and 1e+06"]),
+        ("repetition_penalty", 1e-300, ["1e-300", "between 1e-06 and 1e+06"]),
+        ("repetition_penalty", math.inf, ["inf", "finite"]),
+        ("repetition_penalty", math.nan, ["nan", "finite"]),
+        ("presence_penalty", 2.01, ["2.01", "between -2 and 2"]),
+        ("presence_penalty", math.nan, ["nan", "between -2 and 2"]),
+        ("frequency_penalty", -2.01, ["-2.01", "between -2 and 2"]),
+        ("frequency_penalty", "1", ["'1'", "number"]),
+        ("n", 0, ["0", "between 1 and 128"]),
+        ("n", 129, ["129", "between 1 and 128"]),
+        ("n", 1_000_000, ["1000000", "between 1 and 128"]),  # case 12
+        ("n", HUGE, ["between 1 and 128"]),
+        ("n", 2.0, ["2.0", "whole number"]),
+        ("n", None, ["None", "whole number"]),
+        ("best_of", 0, ["0", "between 1 and 128"]),
+        ("best_of", 129, ["129", "between 1 and 128"]),
+        ("min_tokens", -1, ["-1", "at least 0"]),
+        ("min_tokens", None, ["None", "whole number"]),
+        ("min_tokens", 17, ["17", "at most max_tokens", "16"]),
+        ("logit_bias", {1: 100.5}, ["[1]", "100.5", "between -100 and 100"]),
+        ("logit_bias", {1: -math.inf}, ["-inf", "between -100 and 100"]),
+        ("logit_bias", {1: math.nan}, ["nan", "between -100 and 100"]),
+        ("logit_bias", {1: "2"}, ["'2'", "number"]),
+        ("logit_bias", {"1": 2}, ["'1'", "whole number"]),
+        ("logit_bias", {-1: 2}, ["-1", "at least 0"]),
+        ("logit_bias", {True: 2}, ["True", "whole number"]),
+        ("logit_bias", [1, 2], ["[1, 2]", "mapping"]),
+        ("logit_bias", [(1, 2), (1, 3)], ["twice"]),
+        ("logit_bias", 5, ["5", "mapping"]),
+        ("logit_bias", "ab", ["'ab'", "mapping"]),
+        ("allowed_token_ids", [], ["()", "at least one id"]),
+        ("allowed_token_ids", [-1], ["-1", "at least 0"]),
+        ("allowed_token_ids", [1.5], ["1.5", "whole number"]),
+        ("allowed_token_ids", 5, ["5", "list of token ids"]),
+        ("stop", "", ["''", "1 to 1024 characters"]),
+        ("stop", ["a", ""], ["''", "1 to 1024 characters"]),
+        ("stop", [1], ["1", "expected a string"]),
+        ("stop", b"ab", ["b'ab'", "list of strings"]),
+        ("stop", 5, ["5", "list of strings"]),
+        ("stop", ["x"] * 17, ["17 strings", "at most 16"]),
+        ("stop", "x" * 1025, ["1 to 1024 characters", "..."]),
+        ("bad_words", "ab", ["'ab'", "list of strings"]),
+        ("bad_words", [""], ["''", "1 to 1024 characters"]),
+        ("bad_words", [None], ["None", "expected a string"]),
+        ("bad_words", ["x"] * 1025, ["1025 strings", "at most 1024"]),
+        ("include_stop_str_in_output", 1, ["1", "true or false"]),
     ],
 )
 def test_a_refusal_names_the_parameter_the_value_and_the_limit(name, value, says):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
     message = str(caught.value)
-    assert message.startswith(f"{name}=")
+    assert message.startswith(name)
     assert "\n" not in message
+    assert len(message) < 200
     assert all(words in message for words in says)
 
 
@@ -85,6 +138,14 @@ def test_a_refusal_names_the_parameter_the_value_and_the_limit(name, value, says
         {"max_tokens": None},
         {"max_tokens": 10**9},
         {"logprobs": 0, "prompt_logprobs": 20},
+        {"n": 128, "best_of": 128},
+        {"n": 1, "best_of": 1},
+        {"min_p": 0, "repetition_penalty": 1e-6, "presence_penalty": -2, "frequency_penalty": 2},
+        {"min_p": 1, "repetition_penalty": 1e6, "presence_penalty": 2, "frequency_penalty": -2.0},
+        {"min_tokens": 16},
+        {"min_tokens": 10**6, "max_tokens": None},
+        {"stop": ("x" * 1024,) * 16, "bad_words": ("y",) * 1024},
+        {"allowed_token_ids": (0,), "logit_bias": ((0, -100.0), (3, 100.0))},
     ],
 )
 def test_the_edges_are_allowed(values):
@@ -96,6 +157,36 @@ def test_stop_token_ids_are_kept_as_a_tuple():
     for ids in ([3, 4], (3, 4), iter([3, 4]), {3: "a", 4: "b"}):
         assert SamplingParams(stop_token_ids=ids).stop_token_ids == (3, 4)
     hash(SamplingParams(stop_token_ids=[1]))
+
+
+def test_lists_are_kept_as_tuples_and_none_as_an_empty_one():
+    params = SamplingParams(stop="ab", bad_words=["c"], allowed_token_ids=[2, 1], logit_bias={9: 1, 4: -2.5})
+    assert params.stop == ("ab",)
+    assert params.bad_words == ("c",)
+    assert params.allowed_token_ids == (2, 1)
+    assert params.logit_bias == ((4, -2.5), (9, 1.0))
+    assert dataclasses.replace(params) == params
+    assert hash(dataclasses.replace(params)) == hash(params)
+    none = SamplingParams(stop=None, stop_token_ids=None, bad_words=None, logit_bias=None, allowed_token_ids=None)
+    assert none == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of=2: must be at least n, which is 3"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9: must be at most max_tokens, which is 8"),
+    ],
+)
+def test_a_contradiction_names_both_sides(values, says):
+    with pytest.raises(RequestError, match=says):
+        SamplingParams(**values)
+
+
+def test_how_many_choices_are_computed():
+    assert SamplingParams().num_choices == 1
+    assert SamplingParams(n=3).num_choices == 3
+    assert SamplingParams(n=3, best_of=5).num_choices == 5
 
 
 def test_an_unknown_parameter_and_positions_are_refused():
