@@ -7,7 +7,7 @@ import logging
 import sys
 
 from octavo import __version__
-from octavo.cli import generate, inspect, pull
+from octavo.cli import chat, generate, inspect, pull
 from octavo.errors import OctavoError
 from octavo.metrics import configure_logging
 
@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="octavo", description="A paged LLM inference and serving engine.")
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, inspect, pull):
+    for command in (generate, chat, inspect, pull):
         sub = command.add_parser(commands)
         sub.add_argument("-v", "--verbose", action="store_true", help="log events to stderr, one line each")
         sub.set_defaults(run=command.run)

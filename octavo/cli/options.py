@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import MISSING, fields
 from typing import Any, get_args, get_type_hints
 
@@ -59,14 +60,16 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             _add_flag(group, EngineConfig, f.name, f.default, f.metadata["help"])
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_sampling_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = (), **defaults: Any) -> None:
     """All but `seed`: a command's `--seed` is the engine's, from which each of its requests draws its own."""
     group = parser.add_argument_group("sampling")
     for f in fields(SamplingParams):
+        if f.name == "seed" or f.name in without:
+            continue
         if f.name in _LISTS:
             flag = "--" + f.name.replace("_", "-")
             group.add_argument(flag, help=_SAMPLING_HELP[f.name], **_LISTS[f.name])
-        elif f.name != "seed":
+        else:
             default = defaults.get(f.name, f.default)
             _add_flag(group, SamplingParams, f.name, default, _SAMPLING_HELP[f.name])
 
@@ -76,7 +79,8 @@ def engine_from(args: argparse.Namespace) -> EngineConfig:
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:
-    values = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.name != "seed"}
+    names = {f.name for f in fields(SamplingParams) if f.name != "seed"}
+    values = {name: value for name, value in vars(args).items() if name in names}
     if values["max_tokens"] is not None and values["max_tokens"] <= 0:
         values["max_tokens"] = None
     return SamplingParams(**values)
