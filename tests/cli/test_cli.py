@@ -69,6 +69,43 @@ class TestGenerate:
             assert len(record["prompt_logprobs"]) == record["num_prompt_tokens"]
             assert record["metrics"]["num_preemptions"] == 0
 
+    def test_several_choices(self, capsys, tiny_llama: Path) -> None:
+        arguments = ["generate", "--model", tiny_llama, *SMALL, "--n", 2, "--max-tokens", 4, "--ignore-eos"]
+        code, out, err = octavo(capsys, *arguments, "--best-of", 3, "the quick")
+        assert code == 0
+        assert out.count("the quick") == 2
+        assert out.index("[choice 1 of 2, 4 tokens, length]") < out.index("[choice 2 of 2, 4 tokens, length]")
+        assert "1 requests, 5 prompt tokens and 12 generated" in err
+        _, out, _ = octavo(capsys, *arguments, "--json", "--quiet", "the quick")
+        choices = json.loads(out)["choices"]
+        assert [choice["index"] for choice in choices] == [0, 1]
+        assert choices[0]["token_ids"] != choices[1]["token_ids"]
+
+    def test_flags_of_lists(self, capsys, tiny_llama: Path) -> None:
+        """Ids come several a flag, texts one a flag, so that a prompt is never taken for one."""
+        command = [
+            "generate",
+            "--model",
+            tiny_llama,
+            *SMALL,
+            "--json",
+            "--quiet",
+            "--temperature",
+            0,
+            "--max-tokens",
+            6,
+        ]
+        forced = [*command, "--logit-bias", "77=100", "78=-100"]
+        (choice,) = json.loads(octavo(capsys, *forced, "--allowed-token-ids", 77, 78, "--", "a")[1])["choices"]
+        assert choice["token_ids"] == [77] * 6
+        assert choice["text"] == "kkkkkk"
+        _, out, _ = octavo(capsys, *forced, "--stop", "never", "--stop", "kk", "a", "b")
+        assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["a", "b"]
+        (choice,) = json.loads(out.splitlines()[0])["choices"]
+        assert (choice["text"], choice["stop_reason"], choice["token_ids"]) == ("", "kk", [77, 77])
+        (choice,) = json.loads(octavo(capsys, *forced, "--bad-words", "k", "--min-tokens", 3, "a")[1])["choices"]
+        assert 77 not in choice["token_ids"]
+
     def test_the_same_seed_gives_the_same_text(self, capsys, tiny_llama: Path) -> None:
         runs = [
             octavo(capsys, "generate", "--model", tiny_llama, *SMALL, "--quiet", "--seed", seed, "a")[1]
@@ -105,6 +142,8 @@ class TestGenerate:
     @pytest.mark.parametrize(("flags", "message"), [
         (["--top-p", "0"], "top_p=0"),
         (["--temperature", "-1"], "temperature=-1.0: must be"),
+        (["--n", "129"], "n=129: must be between 1 and 128"),
+        (["--min-p", "2"], "min_p=2.0"),
         (["--logprobs", "21"], "logprobs=21: must be between 0 and 20"),
         (["--swap-space-bytes", "1"], "swapping is not supported yet"),
         (["--tensor-parallel-size", "2"], "tensor_parallel_size=2"),
@@ -116,11 +155,14 @@ class TestGenerate:
         assert (code, out) == (1, "")
         assert message in error_line(err)
 
-    def test_flags_that_are_not_numbers(self, capsys, tiny_llama: Path) -> None:
+    @pytest.mark.parametrize(("flag", "value"), [
+        ("--top-k", "0.4"), ("--logit-bias", "5"), ("--logit-bias", "5=x"), ("--logit-bias", "x=5"),
+    ])  # fmt: skip
+    def test_flags_that_are_not_numbers(self, capsys, tiny_llama: Path, flag: str, value: str) -> None:
         with pytest.raises(SystemExit) as stop:
-            main(["generate", "--model", str(tiny_llama), "--top-k", "0.4", "a"])
+            main(["generate", "--model", str(tiny_llama), flag, value, "a"])
         assert stop.value.code == 2
-        assert "--top-k" in capsys.readouterr().err
+        assert flag in capsys.readouterr().err
 
 
 class TestModelsThatAreNotThere:

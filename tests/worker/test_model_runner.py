@@ -7,7 +7,7 @@ import pytest
 
 from octavo.backends.base import Backend, Batch
 from octavo.core import NewSequence, StepPlan
-from octavo.sampling import Sampled, SamplingRows
+from octavo.sampling import NOT_FINITE, Sampled, SamplingRows
 from octavo.sampling_params import SamplingParams
 from octavo.worker.model_runner import ModelRunner
 
@@ -22,7 +22,7 @@ class Recorder(Backend):
     def __init__(self) -> None:
         self.batches: list[Batch] = []
         self.rows: list[SamplingRows] = []
-        self.bad_rows: set[int] = set()
+        self.bad_rows: dict[int, int] = {}  # what comes instead of a token, by row
 
     def memory_limit(self) -> int:
         return 1 << 30
@@ -34,8 +34,8 @@ class Recorder(Backend):
         self.batches.append(batch)
         self.rows.append(rows)
         tokens = np.where(rows.target >= 0, rows.target, 100 + np.arange(len(rows))).astype(np.int32)
-        for row in self.bad_rows:
-            tokens[row] = -1
+        for row, code in self.bad_rows.items():
+            tokens[row] = code
         return Sampled(tokens, [None] * len(rows))
 
 
@@ -133,7 +133,7 @@ def test_a_step_in_the_middle_of_a_prompt_needs_no_logits(runner: ModelRunner) -
 
 
 def test_logits_that_are_not_finite_are_an_error_of_that_sequence(runner: ModelRunner) -> None:
-    runner.backend.bad_rows = {0}
+    runner.backend.bad_rows = {0: NOT_FINITE}
     both = plan({0: (0, 2), 1: (0, 2)}, new=[new(0, [1, 2]), new(1, [3, 4])], new_blocks={0: [0], 1: [1]})
     result = runner.execute(both)
     assert result.token_ids == [-1, 101]
