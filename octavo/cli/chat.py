@@ -215,14 +215,10 @@ class Repl:
                 outputs = [aborted]
             for output in outputs:
                 text = output.outputs[0].text
-                self._show(text[shown:])
+                _show(text[shown:])
                 shown = len(text)
                 if output.finished:
                     return output
-
-    def _show(self, text: str) -> None:
-        if text:
-            print(text.translate(_CONTROLS) if sys.stdout.isatty() else text, end="", flush=True)
 
     def _summary(self, output: RequestOutput) -> str:
         reply, metrics = output.outputs[0], output.metrics
@@ -245,6 +241,11 @@ class Repl:
 
     def _tell(self, text: str) -> None:
         self.notes.print(text, markup=False)
+
+
+def _show(text: str) -> None:
+    if text:
+        print(text.translate(_CONTROLS) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 @contextmanager
