@@ -17,6 +17,10 @@
 
 #include <cstdint>
 
+// Functions that files compiled for different instruction sets share must leave no copy of their own for the linker to
+// choose from: it might take the one that this machine cannot run.
+#define OCTAVO_INLINE [[gnu::always_inline]] inline
+
 namespace octavo {
 
 using bf16 = std::uint16_t;
@@ -35,9 +39,9 @@ struct PackedWeight {
   const bf16* data = nullptr;  // 64-byte aligned
   int n = 0;
   int k = 0;
-  int panels() const { return (n + kPanel - 1) / kPanel; }
-  int padded_k() const { return (k + kChunk - 1) / kChunk * kChunk; }
-  const bf16* panel(int p) const { return data + static_cast<std::int64_t>(p) * padded_k() * kPanel; }
+  OCTAVO_INLINE int panels() const { return (n + kPanel - 1) / kPanel; }
+  OCTAVO_INLINE int padded_k() const { return (k + kChunk - 1) / kChunk * kChunk; }
+  OCTAVO_INLINE const bf16* panel(int p) const { return data + static_cast<std::int64_t>(p) * padded_k() * kPanel; }
 };
 
 // Activations: [rows, stride] bfloat16, 64-byte aligned, stride a multiple of 32; columns from width to stride are zero and
@@ -45,7 +49,7 @@ struct PackedWeight {
 struct Rows {
   bf16* data = nullptr;
   std::int64_t stride = 0;  // elements
-  bf16* row(std::int64_t i) const { return data + i * stride; }
+  OCTAVO_INLINE bf16* row(std::int64_t i) const { return data + i * stride; }
 };
 
 enum class Epilogue {
@@ -107,7 +111,7 @@ struct KvCache {
   bf16* keys = nullptr;
   bf16* values = nullptr;
   int kv_heads = 0, head_dim = 0, block_size = 0;
-  std::int64_t offset(std::int64_t block, int head, int panel) const {
+  OCTAVO_INLINE std::int64_t offset(std::int64_t block, int head, int panel) const {
     return ((block * kv_heads + head) * (block_size / kPanel) + panel) * kPanel * head_dim;
   }
 };

@@ -1,0 +1,219 @@
+// octavo._native.kernels: every kernel of every table on numpy arrays, with explicit ranges. For tests and benchmarks; a step
+// of the engine never comes through here. bfloat16 arrays are uint16; 2-d arrays may be views with a row stride.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "float_mode.h"
+#include "kernels.h"
+#include "pack.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace octavo {
+namespace {
+
+template <class T, int Dims>
+using Array = nb::ndarray<T, nb::ndim<Dims>, nb::device::cpu>;
+using Bf16s = Array<bf16, 2>;
+using ConstBf16s = Array<const bf16, 2>;
+using FlatBf16 = Array<const bf16, 1>;
+using FlatFloat = Array<const float, 1>;
+using Range = std::optional<std::pair<std::int64_t, std::int64_t>>;
+
+void expect(bool condition, const char* what) {
+  if (!condition) throw std::invalid_argument(what);
+}
+
+const Kernels& table(const std::string& name) {
+  const Kernels* found = find(name.c_str());
+  if (!found) throw std::invalid_argument("no kernel table " + name + " on this machine; see tables()");
+  return *found;
+}
+
+std::vector<std::string> tables() {
+  const Kernels* found[8];
+  const int count = available(found, 8);
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) names.emplace_back(found[i]->name);
+  return names;
+}
+
+template <class T>
+Rows rows_of(const Array<T, 2>& a, std::int64_t width) {
+  expect(a.stride(1) == 1 || a.shape(1) == 1, "the columns of an array must be contiguous");
+  expect(static_cast<std::int64_t>(a.shape(1)) >= width, "an array has too few columns");
+  return {const_cast<bf16*>(a.data()), a.stride(0)};
+}
+
+std::pair<std::int64_t, std::int64_t> bounds(const Range& range, std::int64_t limit) {
+  const auto r = range.value_or(std::pair<std::int64_t, std::int64_t>{0, limit});
+  expect(0 <= r.first && r.first <= r.second && r.second <= limit, "a range is out of bounds");
+  return r;
+}
+
+Epilogue epilogue_of(const std::string& name) {
+  constexpr std::pair<const char*, Epilogue> kNames[] = {{"store", Epilogue::kStore},
+                                                         {"add", Epilogue::kAdd},
+                                                         {"silu_mul", Epilogue::kSiluMul},
+                                                         {"gelu_mul", Epilogue::kGeluMul},
+                                                         {"float", Epilogue::kFloat}};
+  for (const auto& [text, value] : kNames)
+    if (name == text) return value;
+  throw std::invalid_argument("no epilogue " + name);
+}
+
+Gate gate_of(const std::string& name) {
+  expect(name == "silu" || name == "gelu", "the activation must be silu or gelu");
+  return name == "silu" ? Gate::kSilu : Gate::kGelu;
+}
+
+void matmul(const std::string& name, ConstBf16s x, FlatBf16 packed, int n, int k, std::optional<Bf16s> out,
+            std::optional<Array<float, 2>> out_float, const std::string& epilogue, std::optional<FlatFloat> bias,
+            std::optional<ConstBf16s> residual, int out_width, Range rows, Range panels) {
+  Matmul m;
+  m.w = {packed.data(), n, k};
+  m.x = rows_of(x, m.w.padded_k());
+  m.epilogue = epilogue_of(epilogue);
+  m.out_width = out_width;
+  expect(static_cast<std::int64_t>(packed.shape(0)) == std::int64_t{m.w.panels()} * m.w.padded_k() * kPanel,
+         "packed has another size than n and k say");
+  if (bias) {
+    expect(static_cast<int>(bias->shape(0)) == m.w.panels() * kPanel, "bias must have n rounded up to 16 elements");
+    m.bias = bias->data();
+  }
+  if (m.epilogue == Epilogue::kFloat) {
+    expect(out_float && static_cast<int>(out_float->shape(1)) >= out_width, "out_float is missing or too narrow");
+    m.out_float = out_float->data();
+    m.out_float_stride = out_float->stride(0);
+  } else {
+    expect(out.has_value(), "out is missing");
+    m.out = rows_of(*out, out_width);
+  }
+  expect((m.epilogue == Epilogue::kAdd) == residual.has_value(), "a residual goes with the epilogue add");
+  if (residual) m.residual = rows_of(*residual, out_width);
+  const auto r = bounds(rows, static_cast<std::int64_t>(x.shape(0)));
+  const auto p = bounds(panels, m.w.panels());
+  const FlushSubnormals mode;
+  table(name).matmul(m, r.first, r.second, static_cast<int>(p.first), static_cast<int>(p.second));
+}
+
+void rms_norm(const std::string& name, ConstBf16s x, Bf16s out, FlatFloat weight, int groups, float eps, Range rows) {
+  const int width = static_cast<int>(weight.shape(0));
+  const RmsNorm n{rows_of(x, groups * width), rows_of(out, groups * width), weight.data(), groups, width, eps};
+  const auto r = bounds(rows, static_cast<std::int64_t>(x.shape(0)));
+  const FlushSubnormals mode;
+  table(name).rms_norm(n, r.first, r.second);
+}
+
+void rope(const std::string& name, ConstBf16s x, Bf16s out, Array<const float, 2> cos, Array<const float, 2> sin, int heads,
+          int head_dim, Range rows) {
+  const int half = static_cast<int>(cos.shape(1));
+  expect(2 * half <= head_dim && cos.stride(0) == half && sin.stride(0) == half, "cos and sin must be whole [rows, half]");
+  const Rope rope{rows_of(x, heads * head_dim), rows_of(out, heads * head_dim), cos.data(), sin.data(), heads, head_dim, half};
+  const auto r = bounds(rows, static_cast<std::int64_t>(x.shape(0)));
+  const FlushSubnormals mode;
+  table(name).rope(rope, r.first, r.second);
+}
+
+void gate_mul(const std::string& name, ConstBf16s gate, ConstBf16s up, Bf16s out, int width, const std::string& f, Range rows) {
+  const GateMul g{rows_of(gate, width), rows_of(up, width), rows_of(out, width), width, gate_of(f)};
+  const auto r = bounds(rows, static_cast<std::int64_t>(gate.shape(0)));
+  const FlushSubnormals mode;
+  table(name).gate_mul(g, r.first, r.second);
+}
+
+void add(const std::string& name, ConstBf16s a, ConstBf16s b, Bf16s out, int width, Range rows) {
+  const Add sum{rows_of(a, width), rows_of(b, width), rows_of(out, width), width};
+  const auto r = bounds(rows, static_cast<std::int64_t>(a.shape(0)));
+  const FlushSubnormals mode;
+  table(name).add(sum, r.first, r.second);
+}
+
+void attention(const std::string& name, ConstBf16s q, Bf16s out, FlatBf16 keys, FlatBf16 values,
+               Array<const std::int32_t, 1> block_table, int heads, int kv_heads, int head_dim, int block_size, int first,
+               int count, int position, int window, float scale, float softcap, Range rows, Range kv_range) {
+  expect(head_dim % 16 == 0 && head_dim <= 256 && block_size % kPanel == 0, "head_dim or block_size is not supported");
+  expect(kv_heads > 0 && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
+  expect(static_cast<std::int64_t>(block_table.shape(0)) * block_size >= position + count, "the block table is too short");
+  Attention a;
+  a.q = rows_of(q, heads * head_dim);
+  a.out = rows_of(out, heads * head_dim);
+  a.cache = {const_cast<bf16*>(keys.data()), const_cast<bf16*>(values.data()), kv_heads, head_dim, block_size};
+  a.block_table = block_table.data();
+  a.heads = heads;
+  a.first = first;
+  a.count = count;
+  a.position = position;
+  a.window = window;
+  a.scale = scale;
+  a.softcap = softcap;
+  const auto r = bounds(rows, count);
+  const auto h = bounds(kv_range, kv_heads);
+  const FlushSubnormals mode;
+  table(name).attention(a, static_cast<int>(r.first), static_cast<int>(r.second), static_cast<int>(h.first),
+                        static_cast<int>(h.second));
+}
+
+void softcap(const std::string& name, Array<float, 1> x, float cap) {
+  const FlushSubnormals mode;
+  table(name).softcap(x.data(), static_cast<std::int64_t>(x.shape(0)), cap);
+}
+
+void to_bf16(const std::string& name, FlatFloat x, Array<bf16, 1> out) {
+  expect(x.shape(0) == out.shape(0), "x and out differ in size");
+  const FlushSubnormals mode;
+  table(name).to_bf16(x.data(), out.data(), static_cast<std::int64_t>(x.shape(0)));
+}
+
+// Packs source panels into `out` (see pack_panels).
+template <class T>
+void pack(Array<const T, 2> rows, Array<bf16, 1> out, std::int64_t first, int step) {
+  const int n = static_cast<int>(rows.shape(0)), k = static_cast<int>(rows.shape(1));
+  const PackedWeight w{out.data(), n, k};
+  const std::int64_t panel = std::int64_t{w.padded_k()} * kPanel;
+  expect(rows.stride(1) == 1 || k == 1, "the columns of an array must be contiguous");
+  expect(n > 0 && (first + std::int64_t{w.panels() - 1} * step + 1) * panel <= static_cast<std::int64_t>(out.shape(0)),
+         "out is too small for the packed weight");
+  pack_panels(rows.data(), rows.stride(0), n, k, out.data() + first * panel, 0, w.panels(), step);
+}
+
+}  // namespace
+}  // namespace octavo
+
+void bind_kernels(nb::module_& parent) {
+  nb::module_ m = parent.def_submodule("kernels", "Every kernel of every table, on numpy arrays (bfloat16 as uint16).");
+  m.def("tables", octavo::tables, "Names of the kernel tables this machine runs, slowest first.");
+  m.def("matmul", octavo::matmul, "table"_a, "x"_a.noconvert(), "packed"_a.noconvert(), "n"_a, "k"_a,
+        "out"_a.noconvert().none() = nb::none(), "out_float"_a.noconvert().none() = nb::none(), "epilogue"_a = "store",
+        "bias"_a.noconvert().none() = nb::none(), "residual"_a.noconvert().none() = nb::none(), "out_width"_a,
+        "rows"_a = nb::none(), "panels"_a = nb::none());
+  m.def("rms_norm", octavo::rms_norm, "table"_a, "x"_a.noconvert(), "out"_a.noconvert(), "weight"_a.noconvert(),
+        "groups"_a = 1, "eps"_a, "rows"_a = nb::none());
+  m.def("rope", octavo::rope, "table"_a, "x"_a.noconvert(), "out"_a.noconvert(), "cos"_a.noconvert(), "sin"_a.noconvert(),
+        "heads"_a, "head_dim"_a, "rows"_a = nb::none());
+  m.def("gate_mul", octavo::gate_mul, "table"_a, "gate"_a.noconvert(), "up"_a.noconvert(), "out"_a.noconvert(), "width"_a,
+        "f"_a = "silu", "rows"_a = nb::none());
+  m.def("add", octavo::add, "table"_a, "a"_a.noconvert(), "b"_a.noconvert(), "out"_a.noconvert(), "width"_a,
+        "rows"_a = nb::none());
+  m.def("attention", octavo::attention, "table"_a, "q"_a.noconvert(), "out"_a.noconvert(), "keys"_a.noconvert(),
+        "values"_a.noconvert(), "block_table"_a.noconvert(), "heads"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a,
+        "first"_a = 0, "count"_a, "position"_a, "window"_a = 0, "scale"_a, "softcap"_a = 0.0f, "rows"_a = nb::none(),
+        "kv_range"_a = nb::none());
+  m.def("softcap", octavo::softcap, "table"_a, "x"_a.noconvert(), "cap"_a);
+  m.def("to_bf16", octavo::to_bf16, "table"_a, "x"_a.noconvert(), "out"_a.noconvert());
+  m.def("pack", octavo::pack<float>, "rows"_a.noconvert(), "out"_a.noconvert(), "first"_a = 0, "step"_a = 1,
+        "Panel p of the weight's rows [n, k] goes to place first + p * step of `out`.");
+  m.def("pack", octavo::pack<octavo::bf16>, "rows"_a.noconvert(), "out"_a.noconvert(), "first"_a = 0, "step"_a = 1);
+}

@@ -1,0 +1,18 @@
+// AVX-512 with matrix products on AMX tiles.
+#include "kernels/vec_avx512.h"
+
+#include "kernels/table.h"
+#include "kernels/tiles.h"
+
+namespace octavo {
+namespace {
+
+constexpr Kernels with_tiles(Kernels k) {
+  k.matmul = matmul_amx;
+  return k;
+}
+
+}  // namespace
+
+constinit const Kernels kAmx = with_tiles(table("amx"));
+}  // namespace octavo

@@ -1,0 +1,233 @@
+// Paged attention (the rule is in kernels.h, above Attention).
+//
+// The query vectors of the rows and of the heads that share a KV head are one list, row by row; a tile of up to kTile of
+// them goes through the pieces together, so that each load of keys and values serves them all, whatever the group's size:
+//
+//   rows      r0             r1             r2        ...      heads of the group: 3
+//   vectors   0    1    2    3    4    5    6    7    8 ...
+//             '------ tile ------'
+#pragma once
+
+namespace octavo {
+namespace {
+
+constexpr int kTile = 12;
+constexpr int kMaxHeadDim = 256;
+
+// Positions [begin, end).
+struct Span {
+  int begin = 0, end = 0;
+  bool empty() const { return begin >= end; }
+  bool covers(int from, int to) const { return begin <= from && to <= end; }
+};
+
+OCTAVO_INLINE Span intersect(Span a, Span b) {
+  return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
+}
+
+struct Tile {
+  int count = 0;                      // vectors
+  Span visible[kTile];                // positions each sees
+  int row[kTile], column[kTile];      // where each stands in q and in out
+  float query[kTile * kMaxHeadDim];   // [vector][head_dim]
+  float scores[kTile * kPiece];       // [vector][position in the piece]: scores, then weights
+  float piece[kTile * kMaxHeadDim];   // the piece's weighted sums of values
+  float result[kTile * kMaxHeadDim];  // those of all pieces so far
+  float largest[kTile];               // greatest score so far
+  float total[kTile];                 // sum of weights so far
+  bool started[kTile];                // whether a piece has been taken
+};
+
+inline const bf16* key_panel(const Attention& a, int head, int position) {
+  const KvCache& c = a.cache;
+  return c.keys + c.offset(a.block_table[position / c.block_size], head, position % c.block_size / kPanel);
+}
+inline const bf16* value_panel(const Attention& a, int head, int position) {
+  const KvCache& c = a.cache;
+  return c.values + c.offset(a.block_table[position / c.block_size], head, position % c.block_size / kPanel);
+}
+
+// Vectors first .. of the list that starts at row_begin; returns the positions that any of them sees.
+inline Span fill_tile(const Attention& a, Tile& tile, int row_begin, int kv_head, std::int64_t first, int count) {
+  const int dim = a.cache.head_dim, group = a.heads / a.cache.kv_heads;
+  Span all;
+  tile.count = count;
+  for (int v = 0; v < count; ++v) {
+    const int row = row_begin + static_cast<int>((first + v) / group);
+    const int head = kv_head * group + static_cast<int>((first + v) % group);
+    const int position = a.position + row;
+    const int begin = a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
+    tile.visible[v] = {begin, position + 1};
+    tile.row[v] = a.first + row;
+    tile.column[v] = head * dim;
+    tile.started[v] = false;
+    widen(a.q.row(tile.row[v]) + tile.column[v], tile.query + v * dim, dim);
+    if (v == 0) all = tile.visible[v];
+    all = {all.begin < begin ? all.begin : begin, position + 1};
+  }
+  return all;
+}
+
+// Scores of R vectors with the 16 tokens of a key panel. Invisible tokens' scores are whatever comes out: a lane is a token's.
+template <int R>
+inline void score_panel(const Attention& a, Tile& tile, int first, const bf16* keys, int column) {
+  const int dim = a.cache.head_dim;
+  Vec acc[R][1];
+  for (int r = 0; r < R; ++r) acc[r][0] = splat(0.0f);
+  for (int d = 0; d < dim; d += kChunk) {
+    const bf16* w[1] = {keys + d * kPanel};
+    const int pairs = (dim - d < kChunk ? dim - d : kChunk) / 2;
+    add_chunk<R, 1>(acc, tile.query + first * dim + d, dim, w, 2 * kPanel, pairs);
+  }
+  for (int r = 0; r < R; ++r) {
+    Vec score = acc[r][0] * splat(a.scale);
+    if (a.softcap != 0.0f) score = soft_cap(score, splat(a.softcap));
+    store(tile.scores + (first + r) * kPiece + column, score);
+  }
+}
+
+// Lanes of `x` whose positions from `position` on are in the span; `other` elsewhere.
+OCTAVO_INLINE Vec inside(Span span, int position, Vec x, Vec other) {
+  const Vec lane = lane_numbers();
+  const Vec before_end = select_less(lane, splat(static_cast<float>(span.end - position)), x, other);
+  return select_less(lane, splat(static_cast<float>(span.begin - position)), other, before_end);
+}
+
+// Scores of one vector become weights bf16(exp(s - max)), zero where invisible; gives the maximum and the weights' sum.
+inline void weigh(Tile& tile, int v, Span span, int piece_begin, float& largest, float& total) {
+  float* scores = tile.scores + v * kPiece - piece_begin;  // by position
+  const int begin = span.begin / kPanel * kPanel;
+  const Vec none = splat(-__builtin_inff());
+  Vec top = none;
+  for (int t = begin; t < span.end; t += kPanel) top = max(top, inside(span, t, load(scores + t), none));
+  largest = max_lane(top);
+  Vec sums = splat(0.0f);
+  for (int t = begin; t < span.end; t += kPanel) {
+    const Vec weight = round_to_bf16(exp(load(scores + t) - splat(largest)));
+    const Vec seen = inside(span, t, weight, splat(0.0f));
+    store(scores + t, seen);
+    sums = sums + seen;
+  }
+  total = sum(sums);
+}
+
+// piece[v] += weights x values of one panel, all of whose tokens these R vectors see.
+template <int R>
+inline void mix_panel(const Attention& a, Tile& tile, int first, const bf16* values, int column) {
+  const int dim = a.cache.head_dim;
+  for (int d = 0; d < dim; d += kLanes) {
+    Vec acc[R][1];
+    const bf16* w[1] = {values + 2 * d};
+    float* out = tile.piece + first * dim + d;
+    for (int r = 0; r < R; ++r) acc[r][0] = load(out + r * dim);
+    add_chunk<R, 1>(acc, tile.scores + first * kPiece + column, kPiece, w, 2 * dim, kPanel / 2);
+    for (int r = 0; r < R; ++r) store(out + r * dim, acc[r][0]);
+  }
+}
+
+// The same for one vector that sees tokens begin .. end - 1 of the panel only: the others' values are not touched.
+inline void mix_part(const Attention& a, Tile& tile, int v, const bf16* values, int column, int begin, int end) {
+  const int dim = a.cache.head_dim;
+  const float* weights = tile.scores + v * kPiece + column;
+  for (int d = 0; d < dim; d += kLanes) {
+    Vec even = splat(0.0f), odd = splat(0.0f);
+    for (int t = begin; t < end; ++t) {
+      const Pairs pair = load_pairs(values + t / 2 * 2 * dim + 2 * d);
+      if (t % 2 == 0) {
+        even = mul_add(splat(weights[t]), pair.even, even);
+      } else {
+        odd = mul_add(splat(weights[t]), pair.odd, odd);
+      }
+    }
+    float* out = tile.piece + v * dim + d;
+    store(out, load(out) + (even + odd));
+  }
+}
+
+// One value panel (positions t .. t + 15) for vectors first .. first + R - 1, each as far as it sees it.
+template <int R>
+inline void mix_vectors(const Attention& a, Tile& tile, int first, const bf16* values, int t, int column) {
+  bool whole = true;
+  for (int v = first; v < first + R; ++v) whole = whole && tile.visible[v].covers(t, t + kPanel);
+  if (whole) return mix_panel<R>(a, tile, first, values, column);
+  for (int v = first; v < first + R; ++v) {
+    const Span part = intersect(tile.visible[v], {t, t + kPanel});
+    if (part.empty()) continue;
+    if (part.covers(t, t + kPanel)) {
+      mix_panel<1>(a, tile, v, values, column);
+    } else {
+      mix_part(a, tile, v, values, column, part.begin - t, part.end - t);
+    }
+  }
+}
+
+// Joins the piece of one vector to what came before it.
+inline void merge(Tile& tile, int v, int dim, float largest, float total) {
+  float* result = tile.result + v * dim;
+  const float* piece = tile.piece + v * dim;
+  if (!tile.started[v]) {
+    for (int d = 0; d < dim; d += kLanes) store(result + d, load(piece + d));
+    tile.started[v] = true;
+    tile.largest[v] = largest;
+    tile.total[v] = total;
+    return;
+  }
+  const float top = largest > tile.largest[v] ? largest : tile.largest[v];
+  const Vec before = exp(splat(tile.largest[v] - top)), now = exp(splat(largest - top));
+  for (int d = 0; d < dim; d += kLanes) store(result + d, load(result + d) * before + load(piece + d) * now);
+  float sums[kLanes];
+  store(sums, splat(tile.total[v]) * before + splat(total) * now);
+  tile.largest[v] = top;
+  tile.total[v] = sums[0];
+}
+
+// Positions of one piece that at least one vector of the tile sees.
+inline void attend_piece(const Attention& a, Tile& tile, int kv_head, Span seen, int piece_begin) {
+  const int dim = a.cache.head_dim;
+  const int begin = seen.begin / kPanel * kPanel;
+  for (int t = begin; t < seen.end; t += kPanel) {
+    const bf16* keys = key_panel(a, kv_head, t);
+    for_row_blocks(0, tile.count, [&]<int R>(std::int64_t v) {
+      score_panel<R>(a, tile, static_cast<int>(v), keys, t - piece_begin);
+    });
+  }
+  float largest[kTile], total[kTile];
+  for (int v = 0; v < tile.count; ++v) {
+    const Span span = intersect(tile.visible[v], seen);
+    if (!span.empty()) weigh(tile, v, span, piece_begin, largest[v], total[v]);
+    for (int d = 0; d < dim; d += kLanes) store(tile.piece + v * dim + d, splat(0.0f));
+  }
+  for (int t = begin; t < seen.end; t += kPanel) {
+    const bf16* values = value_panel(a, kv_head, t);
+    for_row_blocks(0, tile.count, [&]<int R>(std::int64_t v) {
+      mix_vectors<R>(a, tile, static_cast<int>(v), values, t, t - piece_begin);
+    });
+  }
+  for (int v = 0; v < tile.count; ++v)
+    if (!intersect(tile.visible[v], seen).empty()) merge(tile, v, dim, largest[v], total[v]);
+}
+
+inline void attend_tile(const Attention& a, Tile& tile, int kv_head, Span all) {
+  const int dim = a.cache.head_dim;
+  for (int begin = all.begin / kPiece * kPiece; begin < all.end; begin += kPiece)
+    attend_piece(a, tile, kv_head, intersect(all, {begin, begin + kPiece}), begin);
+  for (int v = 0; v < tile.count; ++v) {
+    bf16* out = a.out.row(tile.row[v]) + tile.column[v];
+    for (int d = 0; d < dim; d += kLanes) store(out + d, load(tile.result + v * dim + d) / splat(tile.total[v]));
+  }
+}
+
+inline void attention(const Attention& a, int row_begin, int row_end, int head_begin, int head_end) {
+  const std::int64_t vectors = static_cast<std::int64_t>(row_end - row_begin) * (a.heads / a.cache.kv_heads);
+  Tile tile;
+  for (int head = head_begin; head < head_end; ++head) {
+    for (std::int64_t first = 0; first < vectors; first += kTile) {
+      const std::int64_t left = vectors - first;
+      const Span all = fill_tile(a, tile, row_begin, head, first, left < kTile ? static_cast<int>(left) : kTile);
+      attend_tile(a, tile, head, all);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace octavo

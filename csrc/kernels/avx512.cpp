@@ -1,0 +1,8 @@
+// AVX-512 F, BW, VL and DQ.
+#include "kernels/vec_avx512.h"
+
+#include "kernels/table.h"
+
+namespace octavo {
+constinit const Kernels kAvx512 = table("avx512");
+}

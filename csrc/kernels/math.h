@@ -1,0 +1,55 @@
+// exp, tanh and the activations, as our own polynomials: every table computes the same operations in the same order, and
+// no libm (whose results differ between machines) comes in. Only add, subtract, multiply and divide, never an FMA.
+//
+// The coefficients are minimax fits of the relative error over the reduced range (Lawson's iteration on Chebyshev
+// nodes), rounded to float32; their own error is below a tenth of half an ulp, the rest is rounding.
+#pragma once
+
+namespace octavo {
+namespace {
+
+// e^x within 1 ulp. 0 below -87.33 (where the result nears the subnormals), infinity above 88.73; NaN stays NaN.
+// x = n ln 2 + r with |r| <= ln 2 / 2; e^r = 1 + r + r^2 P(r); the two parts of ln 2 make n * ln 2 exact.
+OCTAVO_INLINE Vec exp(Vec x) {
+  const Vec lowest = splat(-87.33f);
+  const Vec clamped = min(splat(89.0f), max(lowest, x));
+  const Vec n_magic = clamped * splat(1.44269504f) + splat(kMagic);
+  const Vec n = n_magic - splat(kMagic);
+  const Vec r = (clamped - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
+  Vec p = splat(1.38131424e-3f);
+  p = p * r + splat(8.36941879e-3f);
+  p = p * r + splat(4.16684560e-2f);
+  p = p * r + splat(1.66665152e-1f);
+  p = p * r + splat(4.99999940e-1f);
+  const Vec y = scale(((r * r) * p + r) + splat(1.0f), n_magic);
+  return select_less(x, lowest, splat(0.0f), y);
+}
+
+// tanh(x) within 2 ulp; the sign of x stays, NaN stays NaN.
+// |x| < 0.625: x + x^3 P(x^2); above: 1 - 2 / (e^(2|x|) + 1), which is 1 from 9.02 on.
+OCTAVO_INLINE Vec tanh(Vec x) {
+  const Vec a = abs(x);
+  const Vec z = x * x;
+  Vec p = splat(-5.70497848e-3f);
+  p = p * z + splat(2.06390787e-2f);
+  p = p * z + splat(-5.37397098e-2f);
+  p = p * z + splat(1.33314422e-1f);
+  p = p * z + splat(-3.33332807e-1f);
+  const Vec small = (p * z) * a + a;
+  const Vec large = splat(1.0f) - splat(2.0f) / (exp(a + a) + splat(1.0f));
+  return copy_sign(select_less(a, splat(0.625f), small, large), x);
+}
+
+// x * sigmoid(x) as x / (1 + e^-x); -0 below -88.73, where the value is under 3e-37.
+OCTAVO_INLINE Vec silu(Vec x) { return x / (splat(1.0f) + exp(splat(0.0f) - x)); }
+
+// The tanh form: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
+OCTAVO_INLINE Vec gelu(Vec x) {
+  const Vec inner = splat(0.797884561f) * (x + splat(0.044715f) * ((x * x) * x));
+  return (splat(0.5f) * x) * (splat(1.0f) + tanh(inner));
+}
+
+OCTAVO_INLINE Vec soft_cap(Vec x, Vec cap) { return tanh(x / cap) * cap; }
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,62 @@
+// The matrix rule, once: what matrix products, q . k and the weighted sum of values are made of.
+#pragma once
+
+namespace octavo {
+namespace {
+
+// Adds one chunk to the sums of R rows times P panels: even and odd k's from zero, in order, then acc += (even + odd).
+//
+//   x   R rows of floats (each a bfloat16's value), x_stride apart: x[2j], x[2j + 1] belong to pair j
+//   w   P panels of 16 columns; pair j of a panel is 32 elements (64 bytes) at w[p] + j * pair_stride:
+//         w[2j][c] w[2j + 1][c] for c = 0 .. 15
+template <int R, int P>
+OCTAVO_INLINE void add_chunk(Vec (&acc)[R][P], const float* x, std::int64_t x_stride, const bf16* const (&w)[P],
+                             std::int64_t pair_stride, int pairs) {
+  Vec even[R][P], odd[R][P];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) even[r][p] = odd[r][p] = splat(0.0f);
+#pragma GCC unroll 1
+  for (int j = 0; j < pairs; ++j) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      const Pairs b = load_pairs(w[p] + j * pair_stride);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        even[r][p] = mul_add(splat(x[r * x_stride + 2 * j]), b.even, even[r][p]);
+        odd[r][p] = mul_add(splat(x[r * x_stride + 2 * j + 1]), b.odd, odd[r][p]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) acc[r][p] = acc[r][p] + (even[r][p] + odd[r][p]);
+}
+
+// bfloat16 to float, count a multiple of 16.
+OCTAVO_INLINE void widen(const bf16* x, float* y, int count) {
+  for (int i = 0; i < count; i += kLanes) store(y + i, load(x + i));
+}
+
+// Calls f<R>(first) for blocks of kBlockRows rows and what is left, in order: the tail is one smaller block.
+template <int R, class F>
+OCTAVO_INLINE void last_rows(std::int64_t first, std::int64_t count, F&& f) {
+  if constexpr (R > 0) {
+    if (count == R) {
+      f.template operator()<R>(first);
+    } else {
+      last_rows<R - 1>(first, count, f);
+    }
+  }
+}
+template <class F>
+OCTAVO_INLINE void for_row_blocks(std::int64_t begin, std::int64_t end, F&& f) {
+  std::int64_t row = begin;
+  for (; row + kBlockRows <= end; row += kBlockRows) f.template operator()<kBlockRows>(row);
+  last_rows<kBlockRows - 1>(row, end - row, f);
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,23 @@
+// The kernels of one instruction set: a file of its own includes its vec_*.h, then this, and defines its table.
+#pragma once
+
+#include "kernels.h"
+// Order matters: each builds on the ones above.
+#include "kernels/lanes.h"
+#include "kernels/math.h"
+#include "kernels/products.h"
+#include "kernels/matmul.h"
+#include "kernels/norm.h"
+#include "kernels/rope.h"
+#include "kernels/gate.h"
+#include "kernels/attention.h"
+
+namespace octavo {
+namespace {
+
+constexpr Kernels table(const char* name) {
+  return {name, matmul, rms_norm, rope, gate_mul, add, attention, softcap, to_bf16};
+}
+
+}  // namespace
+}  // namespace octavo

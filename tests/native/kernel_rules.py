@@ -1,0 +1,122 @@
+"""The rules of csrc/kernels.h, written out in numpy float32: slow, literal, and sharing nothing with the kernels.
+
+Every elementwise operation of numpy on float32 is one IEEE operation, so that these give the very bits that a kernel must
+give. bfloat16 arrays are uint16, as in the bindings. Data must stay clear of subnormals, which numpy does not flush.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = np.float32
+Floats = NDArray[np.float32]
+Bits = NDArray[np.uint16]
+PIECE = 256
+
+
+def to_bf16(x: NDArray[np.floating]) -> Bits:
+    """Nearest bfloat16, ties to even; NaN becomes 0x7fc0, a subnormal zero of its sign."""
+    u = np.ascontiguousarray(x, dtype=F32).view(np.uint32)
+    magnitude = u & 0x7FFFFFFF
+    rounded = ((u.astype(np.uint64) + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
+    rounded = np.where(magnitude < 0x00800000, (u >> 16).astype(np.uint16) & 0x8000, rounded)
+    return np.where(magnitude > 0x7F800000, 0x7FC0, rounded).astype(np.uint16)
+
+
+def from_bf16(bits: Bits) -> Floats:
+    return (bits.astype(np.uint32) << 16).view(F32)
+
+
+def rounded(x: NDArray[np.floating]) -> Floats:
+    return from_bf16(to_bf16(x))
+
+
+def matrix_rule(x: Floats, w: Floats, chunk: int = 32) -> Floats:
+    """x [rows, k] times w [columns, k] transposed: even and odd k's of each chunk from zero, then acc += even + odd."""
+    acc = np.zeros((len(x), len(w)), F32)
+    for start in range(0, x.shape[1], chunk):
+        even, odd = np.zeros_like(acc), np.zeros_like(acc)
+        for k in range(start, min(start + chunk, x.shape[1])):
+            product = x[:, k, None] * w[None, :, k]
+            if k % 2 == 0:
+                even = even + product
+            else:
+                odd = odd + product
+        acc = acc + (even + odd)
+    return acc
+
+
+def lane_sum(x: Floats) -> Floats:
+    """Sum over the last axis: 16 lanes in order, then the tree 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
+    lanes = np.zeros((*x.shape[:-1], 16), F32)
+    for i in range(x.shape[-1]):
+        lanes[..., i % 16] += x[..., i]
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+def exp(x: Floats) -> Floats:
+    with np.errstate(over="ignore", invalid="ignore"):
+        lowest = F32(-87.33)
+        clamped = np.minimum(F32(89), np.maximum(lowest, x))
+        n = np.rint(clamped * F32(1.44269504)).astype(F32)
+        r = (clamped - n * F32(0.693359375)) - n * F32(-2.12194440e-4)
+        p = F32(1.38131424e-3)
+        for c in (8.36941879e-3, 4.16684560e-2, 1.66665152e-1, 4.99999940e-1):
+            p = p * r + F32(c)
+        y = np.ldexp(((r * r) * p + r) + F32(1), np.nan_to_num(n).astype(np.int32)).astype(F32)
+        return np.where(x < lowest, F32(0), y)
+
+
+def tanh(x: Floats) -> Floats:
+    a = np.abs(x)
+    z = x * x
+    p = F32(-5.70497848e-3)
+    for c in (2.06390787e-2, -5.37397098e-2, 1.33314422e-1, -3.33332807e-1):
+        p = p * z + F32(c)
+    small = (p * z) * a + a
+    large = F32(1) - F32(2) / (exp(a + a) + F32(1))
+    return np.copysign(np.where(a < F32(0.625), small, large), x)
+
+
+def silu(x: Floats) -> Floats:
+    return x / (F32(1) + exp(F32(0) - x))
+
+
+def gelu(x: Floats) -> Floats:
+    inner = F32(0.797884561) * (x + F32(0.044715) * ((x * x) * x))
+    return (F32(0.5) * x) * (F32(1) + tanh(inner))
+
+
+def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
+    """x [..., width]: normalised over the last axis, not yet rounded."""
+    mean = lane_sum(x * x) / F32(x.shape[-1])
+    return (x * (F32(1) / np.sqrt(mean + F32(eps)))[..., None]) * weight
+
+
+def attend(q: Floats, keys: Floats, values: Floats, first: int, last: int, scale: float, softcap: float) -> Floats:
+    """One query [head_dim] over positions first .. last of keys and values [positions, head_dim], not yet rounded."""
+    dim = len(q)
+    top, total, result = F32(0), F32(0), np.zeros(dim, F32)
+    for start in range(first // PIECE * PIECE, last + 1, PIECE):
+        t = np.arange(max(first, start), min(last + 1, start + PIECE))
+        scores = matrix_rule(q[None], keys[t])[0] * F32(scale)
+        if softcap:
+            scores = tanh(scores / F32(softcap)) * F32(softcap)
+        largest = scores.max()
+        weights = np.zeros(PIECE, F32)
+        weights[t - start] = rounded(exp(scores - largest))
+        seen = np.zeros((PIECE, dim), F32)
+        seen[t - start] = values[t]
+        mixed = matrix_rule(weights[None], np.ascontiguousarray(seen.T), chunk=16)[0]
+        sums = lane_sum(weights)
+        if start <= first:
+            top, total, result = largest, sums, mixed
+            continue
+        both = max(top, largest)
+        a, b = exp(np.array([top - both, largest - both], F32))
+        total = total * a + sums * b
+        result = result * a + mixed * b
+        top = both
+    return result / total
