@@ -61,11 +61,11 @@ class Sandbox:
             self._stop()
 
     def _ask(self, line: bytes) -> dict[str, str]:
-        process = self._running()
-        start = time.monotonic()
         try:
+            process = self._running()
+            start = time.monotonic()
             reply = _exchange(process, line, self.seconds)
-        except BaseException:  # an interrupt: the answer that still comes would be taken for the next one's
+        except BaseException:  # an interrupt: what still comes would be taken for the next answer
             self._stop()
             raise
         if reply.endswith(b"\n"):

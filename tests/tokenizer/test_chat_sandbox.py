@@ -18,12 +18,10 @@ from octavo.errors import RequestError
 from octavo.tokenizer import ChatTemplates, load_tokenizer
 from octavo.tokenizer.chat_sandbox import Sandbox
 
-SECONDS = 1.5
 
-
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-    sandbox = Sandbox(SECONDS)
+@pytest.fixture(scope="module", params=[None])
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    sandbox = Sandbox() if request.param is None else Sandbox(request.param)
     yield sandbox
     sandbox.close()
 
@@ -61,6 +59,7 @@ def test_ways_out(sandbox: Sandbox, source: str) -> None:
     assert "is not safe in line 1 and was stopped" in refused(sandbox, source)
 
 
+@pytest.mark.parametrize("sandbox", [1.5], indirect=True)
 @pytest.mark.parametrize("source", [
     "{% for a in range(100000) %}{% for b in range(100000) %}{% for c in range(100000) %}"
     "{% endfor %}{% endfor %}{% endfor %}",
@@ -71,7 +70,7 @@ def test_endless(sandbox: Sandbox, source: str) -> None:
     start = time.monotonic()
     message = refused(sandbox, source)
     assert message == "the chat template ran for more than 1.5 seconds and was stopped"
-    assert time.monotonic() - start < SECONDS + 10  # the slack is for a busy machine
+    assert time.monotonic() - start < 10  # the slack is for a busy machine
 
 
 @pytest.mark.parametrize("source", [
@@ -189,9 +188,10 @@ class TestProcess:
 
     def test_an_interrupt_does_not_mix_up_answers(self, sandbox: Sandbox) -> None:
         render(sandbox, "a")
-        threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+        me = threading.main_thread().ident
+        threading.Timer(0.2, signal.pthread_kill, [me, signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
-            render(sandbox, "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}late")
+            render(sandbox, "{{ 9 ** (9 ** 9) }}late")
         assert render(sandbox, "b") == "b"
 
     def test_many_threads(self, sandbox: Sandbox) -> None:
