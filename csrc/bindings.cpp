@@ -1,4 +1,4 @@
-// The extension module octavo._native: the only files that see Python are this one and its two siblings.
+// The extension module octavo._native: the only files that see Python are this one and its siblings.
 #include <nanobind/nanobind.h>
 
 #include "bindings.h"
@@ -7,4 +7,5 @@ NB_MODULE(_native, m) {
   m.doc() = "octavo's native CPU runtime";
   bind_kernels(m);
   bind_sampling(m);
+  bind_program(m);
 }

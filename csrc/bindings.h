@@ -5,3 +5,4 @@
 
 void bind_kernels(nanobind::module_& m);   // every kernel of every table, for tests
 void bind_sampling(nanobind::module_& m);  // logits to tokens
+void bind_program(nanobind::module_& m);   // programs: a model, lowered, and its runner

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from octavo.config import LayerConfig, ModelConfig
 from octavo.graph import Trace, Value
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.config_parts import decoder_config, max_position, num_layers, rope_config, rope_section
+from octavo.models.exact import power
 from octavo.models.layers import gated_mlp, logits, self_attention
 
 # Published files leave these out where they equal the defaults of transformers' Gemma3TextConfig.
@@ -38,7 +41,7 @@ def configure(keys: ConfigKeys) -> ModelConfig:
         family="gemma3",
         layers=tuple(kinds[kind] for kind in _layer_types(keys, kinds)),
         max_position=max_position(keys, kinds["full_attention"].rope, stated_is_scaled=True),
-        attention_scale=keys.number("query_pre_attn_scalar") ** -0.5,
+        attention_scale=power(keys.number("query_pre_attn_scalar"), -0.5),
         tie_embeddings=True,
         activations={"gelu_pytorch_tanh": "gelu_tanh"},
     )
@@ -46,7 +49,7 @@ def configure(keys: ConfigKeys) -> ModelConfig:
 
 def build(t: Trace, config: ModelConfig) -> Value:
     eps = config.rms_norm_eps
-    x = t.embed(t.token_ids, "embed", config.vocab_size, config.hidden_size, scale=config.hidden_size**0.5)
+    x = t.embed(t.token_ids, "embed", config.vocab_size, config.hidden_size, scale=math.sqrt(config.hidden_size))
     for i in range(config.num_layers):
         h = t.rms_norm(x, f"layers.{i}.attn_norm", eps=eps)
         h = self_attention(t, config, i, h, qk_norm=True)

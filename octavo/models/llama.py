@@ -6,6 +6,7 @@ from octavo.config import LayerConfig, ModelConfig
 from octavo.graph import Trace, Value
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.config_parts import decoder_config, head_dim, max_position, num_layers, rope_config, rope_section
+from octavo.models.exact import power
 from octavo.models.layers import gated_mlp, logits, self_attention
 
 
@@ -17,7 +18,7 @@ def configure(keys: ConfigKeys) -> ModelConfig:
         family="llama",
         layers=(layer,) * num_layers(keys),
         max_position=max_position(keys, rope),
-        attention_scale=head_dim(keys) ** -0.5,
+        attention_scale=power(head_dim(keys), -0.5),
         tie_embeddings=False,
         mlp_bias=keys.flag("mlp_bias"),
         activations={"silu": "silu"},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.config import RopeConfig
+from octavo.models.exact import log, power
 
 Float32 = NDArray[np.float32]
 
@@ -16,14 +18,13 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Float32, float]:
     """Radians per position of each pair of columns, and the factor on cos and sin.
 
     Sources: RoPE (arXiv:2104.09864), linear (arXiv:2306.15595), YaRN (arXiv:2309.00071), llama3 (Llama 3.1's code).
-    The float32 steps are those of transformers, except that powers are correctly rounded; torch's are sometimes one
-    unit off in the last place.
+    The float32 steps are those of transformers, except that powers and logarithms are correctly rounded (torch's are
+    sometimes one unit off in the last place).
 
     Returns:
         float32 [rope.dim / 2], and 1.0 for every kind but yarn.
     """
-    exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
-    periods: Float32 = np.power(rope.theta, exponents, dtype=np.float64).astype(np.float32)
+    periods = np.array(_periods(rope.theta, rope.dim), np.float32)
     plain: Float32 = np.float32(1) / periods
     match rope.kind:
         case "default":
@@ -36,6 +37,13 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Float32, float]:
             return _llama3(rope, plain), 1.0
         case "yarn":
             return _yarn(rope, plain, periods), _yarn_attention_factor(rope)
+
+
+@cache
+def _periods(theta: float, dim: int) -> tuple[float, ...]:
+    """theta ** (i / dim) for i = 0, 2, ..., the exponent rounded to float32, the power to float64."""
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return tuple(power(theta, exponent) for exponent in exponents.tolist())
 
 
 def _llama3(rope: RopeConfig, plain: Float32) -> Float32:
@@ -66,9 +74,7 @@ def _yarn_correction_range(rope: RopeConfig) -> tuple[float, float]:
     """The columns (as real numbers) that turn beta_fast and beta_slow times within the original context."""
     assert rope.original_max_position is not None
     context = rope.original_max_position / (2 * math.pi)
-    low, high = (
-        rope.dim * math.log(context / turns) / (2 * math.log(rope.theta)) for turns in (rope.beta_fast, rope.beta_slow)
-    )
+    low, high = (rope.dim * log(context / turns) / (2 * log(rope.theta)) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
@@ -84,4 +90,4 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0

@@ -97,11 +97,11 @@ class Reference:
             return self.model(torch.tensor([tokens])).logits[0].float().numpy()
 
 
-def make(name: str, path: Path) -> Reference:
+def make(name: str, path: Path, **more: Any) -> Reference:
     """Weights are large enough that attention is far from uniform, and norms far from one."""
     config_class, model_class, changes = CHECKPOINTS[name]
     torch.manual_seed(list(CHECKPOINTS).index(name))
-    model = model_class(config_class(**{**SIZES, **changes}, attn_implementation="eager")).eval()
+    model = model_class(config_class(**{**SIZES, **changes, **more}, attn_implementation="eager")).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key:

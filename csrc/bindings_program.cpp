@@ -1,0 +1,241 @@
+// octavo._native.Program: what octavo/backends/cpu builds and runs. Arguments are checked by Program itself.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bindings.h"
+#include "program.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using namespace octavo;
+
+template <class T, int N = 1>
+using Array = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using Place = std::pair<int, int>;  // buffer, column
+
+View view(Place place) { return {place.first, place.second}; }
+
+Gate gate_of(const std::string& name) {
+  if (name == "silu") return Gate::kSilu;
+  if (name == "gelu") return Gate::kGelu;
+  throw std::invalid_argument("program: no gate " + name);
+}
+
+Epilogue epilogue_of(const std::string& name) {
+  if (name == "store") return Epilogue::kStore;
+  if (name == "add") return Epilogue::kAdd;
+  if (name == "silu_mul") return Epilogue::kSiluMul;
+  if (name == "gelu_mul") return Epilogue::kGeluMul;
+  throw std::invalid_argument("program: no epilogue " + name);
+}
+
+template <class T>
+auto numpy(std::vector<T> values, std::vector<std::size_t> shape) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::ndarray<nb::numpy, T>(kept->data(), shape.size(), shape.data(), owner);
+}
+
+// The arrays of a Batch (octavo/backends/base.py), kept alive for the step.
+struct BatchArrays {
+  Array<std::int32_t> token_ids, positions, query_starts, logit_rows;
+  Array<std::int64_t> slot_mapping;
+  Array<std::int32_t, 2> block_tables;
+
+  explicit BatchArrays(nb::handle batch)
+      : token_ids(nb::cast<Array<std::int32_t>>(batch.attr("token_ids"))),
+        positions(nb::cast<Array<std::int32_t>>(batch.attr("positions"))),
+        query_starts(nb::cast<Array<std::int32_t>>(batch.attr("query_starts"))),
+        logit_rows(nb::cast<Array<std::int32_t>>(batch.attr("logit_rows"))),
+        slot_mapping(nb::cast<Array<std::int64_t>>(batch.attr("slot_mapping"))),
+        block_tables(nb::cast<Array<std::int32_t, 2>>(batch.attr("block_tables"))) {}
+
+  Step step() const {
+    const std::size_t tokens = token_ids.shape(0);
+    if (positions.shape(0) != tokens || slot_mapping.shape(0) != tokens || query_starts.shape(0) < 2 ||
+        block_tables.shape(0) != query_starts.shape(0) - 1) {
+      throw std::invalid_argument("program: the arrays of a batch differ in length");
+    }
+    Step step;
+    step.num_tokens = static_cast<std::int64_t>(tokens);
+    step.num_logit_rows = static_cast<std::int64_t>(logit_rows.shape(0));
+    step.num_sequences = static_cast<int>(block_tables.shape(0));
+    step.token_ids = token_ids.data();
+    step.positions = positions.data();
+    step.slot_mapping = slot_mapping.data();
+    step.query_starts = query_starts.data();
+    step.block_tables = block_tables.data();
+    step.table_width = static_cast<std::int64_t>(block_tables.shape(1));
+    step.logit_rows = logit_rows.data();
+    return step;
+  }
+};
+
+template <class T>
+Array<T> column(nb::handle rows, const char* name, std::size_t count) {
+  auto array = nb::cast<Array<T>>(rows.attr(name));
+  if (array.shape(0) != count) throw std::invalid_argument(std::string("sampling rows: wrong length of ") + name);
+  return array;
+}
+
+// SamplingRows (octavo/sampling/rows.py) as one struct a row.
+std::vector<SamplingRow> sampling_rows(nb::handle rows, std::size_t count, int vocab_size) {
+  const auto temperature = column<double>(rows, "temperature", count), top_p = column<double>(rows, "top_p", count),
+             min_p = column<double>(rows, "min_p", count);
+  const auto top_k = column<std::int32_t>(rows, "top_k", count), target = column<std::int32_t>(rows, "target", count),
+             num_logprobs = column<std::int32_t>(rows, "num_logprobs", count);
+  const auto seed = column<std::uint64_t>(rows, "seed", count), choice = column<std::uint64_t>(rows, "choice", count),
+             position = column<std::uint64_t>(rows, "position", count);
+  std::vector<SamplingRow> result(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    SamplingRow& row = result[i];
+    row = {temperature(i), top_p(i), min_p(i), top_k(i), seed(i), choice(i), position(i), num_logprobs(i), target(i)};
+    if (row.target >= vocab_size) throw std::invalid_argument("sampling rows: target outside the vocabulary");
+  }
+  return result;
+}
+
+// Samples a step: (token_ids [S], ranks [S], logprobs [S], top_ids [S, most], top_logprobs [S, most]).
+nb::tuple step_and_sample(Program& program, nb::handle batch, nb::handle rows, int vocab_size,
+                          Array<std::int32_t> copy_rows,
+                          nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> copies) {
+  const BatchArrays arrays(batch);
+  const Step step = arrays.step();
+  program.check(step);
+  const auto count = static_cast<std::size_t>(step.num_logit_rows);
+  if (vocab_size < 1 || vocab_size > program.vocab_size()) throw std::invalid_argument("program: vocab_size");
+  if (copies.shape(0) != copy_rows.shape(0) || copies.shape(1) != static_cast<std::size_t>(program.vocab_size())) {
+    throw std::invalid_argument("program: copies of logits need [copy_rows, vocabulary]");
+  }
+  const std::vector<SamplingRow> wanted =
+      rows.is_none() ? std::vector<SamplingRow>() : sampling_rows(rows, count, vocab_size);
+  int most = 0;
+  for (const SamplingRow& row : wanted) most = std::max(most, std::min(row.num_logprobs, vocab_size));
+  std::vector<std::int32_t> top_ids(wanted.size() * most);
+  std::vector<double> top_logprobs(wanted.size() * most);
+  std::vector<SampledRow> sampled(wanted.size());
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    sampled[i].top_ids = top_ids.data() + i * most;
+    sampled[i].top_logprobs = top_logprobs.data() + i * most;
+  }
+  const LogitsUse use{wanted, sampled, vocab_size, {copy_rows.data(), copy_rows.shape(0)}, copies.data()};
+  {
+    nb::gil_scoped_release released;
+    program.step(step, use);
+  }
+  std::vector<std::int32_t> tokens, ranks;
+  std::vector<double> logprobs;
+  for (const SampledRow& row : sampled) {
+    tokens.push_back(row.token);
+    ranks.push_back(row.rank);
+    logprobs.push_back(row.logprob);
+  }
+  const std::size_t n = wanted.size(), width = static_cast<std::size_t>(most);
+  return nb::make_tuple(numpy(std::move(tokens), {n}), numpy(std::move(ranks), {n}), numpy(std::move(logprobs), {n}),
+                        numpy(std::move(top_ids), {n, width}), numpy(std::move(top_logprobs), {n, width}));
+}
+
+// Keys and values of a cache as they lie: uint16 [blocks, KV heads, panels, 16 * head_dim] each, shared memory.
+nb::tuple kv_cache(const Program& program, int index) {
+  const Runtime& runtime = program.runtime();
+  const Cache& cache = runtime.caches.at(index);
+  if (cache.keys == nullptr) throw std::invalid_argument("program: allocate_kv_cache comes first");
+  const auto panel = static_cast<std::size_t>(kPanel) * cache.head_dim;
+  const auto panels = static_cast<std::size_t>(runtime.block_size / kPanel);
+  const std::size_t blocks = cache.keys->bytes() / sizeof(bf16) / (cache.kv_heads * panels * panel);
+  auto array = [&](const std::shared_ptr<Memory>& memory) {
+    auto* kept = new std::shared_ptr<Memory>(memory);
+    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<Memory>*>(p); });
+    return nb::ndarray<nb::numpy, std::uint16_t>(memory->as<std::uint16_t>(),
+                                                 {blocks, static_cast<std::size_t>(cache.kv_heads), panels, panel}, owner);
+  };
+  return nb::make_tuple(array(cache.keys), array(cache.values));
+}
+
+}  // namespace
+
+void bind_program(nb::module_& m) {
+  m.def("isas", [] {
+    const Kernels* tables[16];
+    std::vector<std::string> names;
+    for (int i = 0, count = available(tables, 16); i < count; ++i) names.emplace_back(tables[i]->name);
+    return names;
+  }, "Names of the kernel tables that this machine can run, slowest first.");
+  nb::class_<Program>(m, "Program")
+      .def("__init__",
+           [](Program* self, const std::string& isa, int num_threads) {
+             const Kernels* kernels = find(isa.c_str());
+             if (kernels == nullptr) throw std::invalid_argument("no kernels named " + isa + " on this machine");
+             new (self) Program(*kernels, num_threads);
+           },
+           "isa"_a, "num_threads"_a)
+      .def_prop_ro("isa", [](const Program& p) { return std::string(p.kernels().name); })
+      .def_prop_ro("num_threads", &Program::num_threads)
+      .def_prop_ro("vocab_size", &Program::vocab_size)
+      .def_prop_ro("weight_bytes", &Program::weight_bytes)
+      .def("add_buffer", &Program::add_buffer, "width"_a, "selected"_a)
+      .def("add_weight", &Program::add_weight, "n"_a, "k"_a)
+      .def("pack",
+           [](Program& p, int weight, int first_panel, int panel_step, Array<float, 2> rows, int first) {
+             if (rows.shape(1) != static_cast<std::size_t>(p.runtime().weights.at(weight).packed.k)) {
+               throw std::invalid_argument("program: rows to pack have another width than their weight");
+             }
+             nb::gil_scoped_release released;
+             p.pack(weight, first_panel, panel_step, rows.data(), first, static_cast<int>(rows.shape(0)));
+           },
+           "weight"_a, "first_panel"_a, "panel_step"_a, "rows"_a, "first"_a)
+      .def("add_vector",
+           [](Program& p, Array<float> values) {
+             return p.add_vector(std::vector<float>(values.data(), values.data() + values.shape(0)));
+           },
+           "values"_a)
+      .def("add_rotation", &Program::add_rotation, "frequencies"_a, "factor"_a)
+      .def("add_cache", &Program::add_cache, "kv_heads"_a, "head_dim"_a)
+      .def("embed", [](Program& p, int weight, float scale, Place out) { p.embed(weight, scale, view(out)); },
+           "weight"_a, "scale"_a, "out"_a)
+      .def("select_rows", [](Program& p, Place x, Place out) { p.select_rows(view(x), view(out)); }, "x"_a, "out"_a)
+      .def("rms_norm",
+           [](Program& p, Place x, int weight, int groups, float eps, Place out) {
+             p.rms_norm(view(x), weight, groups, eps, view(out));
+           },
+           "x"_a, "weight"_a, "groups"_a, "eps"_a, "out"_a)
+      .def("rope",
+           [](Program& p, Place x, int rotation, int heads, int head_dim, Place out) {
+             p.rope(view(x), rotation, heads, head_dim, view(out));
+           },
+           "x"_a, "rotation"_a, "heads"_a, "head_dim"_a, "out"_a)
+      .def("gate_mul",
+           [](Program& p, Place gate, Place up, const std::string& f, int width, Place out) {
+             p.gate_mul(view(gate), view(up), gate_of(f), width, view(out));
+           },
+           "gate"_a, "up"_a, "f"_a, "width"_a, "out"_a)
+      .def("add", [](Program& p, Place a, Place b, int width, Place out) { p.add(view(a), view(b), width, view(out)); },
+           "a"_a, "b"_a, "width"_a, "out"_a)
+      .def("store", [](Program& p, Place k, Place v, int cache) { p.store(view(k), view(v), cache); }, "k"_a, "v"_a,
+           "cache"_a)
+      .def("attention",
+           [](Program& p, Place q, int cache, int heads, int window, float scale, float softcap, Place out) {
+             p.attention(view(q), cache, heads, window, scale, softcap, view(out));
+           },
+           "q"_a, "cache"_a, "heads"_a, "window"_a, "scale"_a, "softcap"_a, "out"_a)
+      .def("matmul",
+           [](Program& p, Place x, int weight, int bias, const std::string& epilogue, Place residual, int width,
+              Place out) {
+             p.matmul(view(x), weight, bias, epilogue_of(epilogue), view(residual), width, view(out));
+           },
+           "x"_a, "weight"_a, "bias"_a, "epilogue"_a, "residual"_a, "width"_a, "out"_a)
+      .def("logits", [](Program& p, Place x, int weight) { p.logits(view(x), weight); }, "x"_a, "weight"_a)
+      .def("softcap", &Program::softcap, "cap"_a)
+      .def("allocate_kv_cache", &Program::allocate_kv_cache, "num_blocks"_a, "block_size"_a)
+      .def("kv_cache", &kv_cache, "cache"_a)
+      .def("step", &step_and_sample, "batch"_a, "rows"_a.none(), "vocab_size"_a, "copy_rows"_a, "copies"_a);
+}

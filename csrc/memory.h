@@ -1,0 +1,45 @@
+// Zeroed memory straight from the operating system, 64-byte aligned; a page is committed when it is first written.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <new>
+#include <utility>
+
+namespace octavo {
+
+class Memory {
+ public:
+  Memory() = default;
+  // Raises std::bad_alloc. Large pages make long streams cheaper, but are committed whole: not for what stays sparse.
+  explicit Memory(std::size_t bytes, bool large_pages = false) : bytes_(bytes) {
+    if (bytes == 0) return;
+    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (data == MAP_FAILED) throw std::bad_alloc();
+    if (large_pages) madvise(data, bytes, MADV_HUGEPAGE);  // only advice: a kernel without them does without
+    data_ = data;
+  }
+  ~Memory() {
+    if (data_ != nullptr) munmap(data_, bytes_);
+  }
+  Memory(Memory&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Memory& operator=(Memory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace octavo

@@ -1,0 +1,230 @@
+#include "ops.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "pack.h"
+#include "rotation.h"
+
+namespace octavo {
+
+namespace {
+
+constexpr int kQueryTile = 64;                 // query rows of an attention unit
+constexpr std::int64_t kCacheBytes = 256 << 10;  // of weights, and of rows, that a unit of a product keeps in a core's cache
+
+float widen(bf16 x) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(x) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+struct Tile {
+  std::int64_t rows;
+  int panels;
+};
+
+// Small enough for the cache and to keep all threads busy to the end; panels in pairs, as gate and up stand.
+Tile tile_of(const PackedWeight& w, std::int64_t rows, int num_threads) {
+  const std::int64_t row_bytes = w.padded_k() * static_cast<std::int64_t>(sizeof(bf16));
+  const std::int64_t fit_rows = std::max<std::int64_t>(kCacheBytes / row_bytes / 32 * 32, 32);
+  const std::int64_t fit_panels = kCacheBytes / (row_bytes * kPanel);
+  const std::int64_t fair_panels = num_threads == 1 ? w.panels() : w.panels() / (4 * num_threads);
+  const int panels = static_cast<int>(std::min(fit_panels, fair_panels)) / 2 * 2;
+  return {std::max<std::int64_t>(1, std::min(fit_rows, rows)), std::max(2, panels)};
+}
+
+// Neighbouring units share a panel tile, which then comes from a cache.
+template <class Run>
+void for_tiles(Units& units, std::int64_t rows, int panels, std::int64_t row_tile, int panel_tile, Run run) {
+  const std::int64_t row_tiles = (rows + row_tile - 1) / row_tile;
+  const std::int64_t count = row_tiles * ((panels + panel_tile - 1) / panel_tile);
+  for (std::int64_t unit = units.take(); unit < count; unit = units.take()) {
+    const std::int64_t row = unit % row_tiles * row_tile;
+    const int panel = static_cast<int>(unit / row_tiles) * panel_tile;
+    run(row, std::min(rows, row + row_tile), panel, std::min(panels, panel + panel_tile));
+  }
+}
+
+}  // namespace
+
+void EmbedOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
+  const PackedWeight& w = runtime.weights[weight_].packed;
+  const Rows out = runtime.at(out_);
+  for (std::int64_t i = begin; i < end; ++i) {
+    const int token = runtime.step.token_ids[i];
+    const bf16* column = w.panel(token / kPanel) + token % kPanel * 2;
+    bf16* row = out.row(i);
+    for (int k = 0; k < w.k; ++k) {
+      const bf16 value = column[k / 2 * (2 * kPanel) + k % 2];
+      row[k] = scale_ == 1 ? value : round_to_bf16(widen(value) * scale_);
+    }
+  }
+}
+
+void RotationTableOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
+  for (const RotationTable& table : runtime.rotations) {
+    const int half = static_cast<int>(table.frequencies.size());
+    for (std::int64_t i = begin; i < end; ++i) {
+      rotate_row(runtime.step.positions[i], table.frequencies.data(), half, table.factor,
+                 table.cos.as<float>() + i * half, table.sin.as<float>() + i * half);
+    }
+  }
+}
+
+void SelectRowsOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
+  const Rows x = runtime.at(x_), out = runtime.at(out_);
+  const int width = runtime.buffers[out_.buffer].width;
+  for (std::int64_t i = begin; i < end; ++i) {
+    std::memcpy(out.row(i), x.row(runtime.step.logit_rows[i]), width * sizeof(bf16));
+  }
+}
+
+void RmsNormOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
+  RmsNorm op;
+  op.x = runtime.at(x_);
+  op.out = runtime.at(out_);
+  op.weight = runtime.vectors[weight_].data();
+  op.groups = groups_;
+  op.width = static_cast<int>(runtime.vectors[weight_].size());
+  op.eps = eps_;
+  runtime.kernels.rms_norm(op, begin, end);
+}
+
+void RopeOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
+  const RotationTable& table = runtime.rotations[rotation_];
+  Rope op;
+  op.x = runtime.at(x_);
+  op.out = runtime.at(out_);
+  op.cos = table.cos.as<float>();
+  op.sin = table.sin.as<float>();
+  op.heads = heads_;
+  op.head_dim = head_dim_;
+  op.half = static_cast<int>(table.frequencies.size());
+  runtime.kernels.rope(op, begin, end);
+}
+
+void GateMulOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
+  runtime.kernels.gate_mul({runtime.at(gate_), runtime.at(up_), runtime.at(out_), width_, f_}, begin, end);
+}
+
+void AddOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
+  runtime.kernels.add({runtime.at(a_), runtime.at(b_), runtime.at(out_), width_}, begin, end);
+}
+
+void StoreOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
+  const Cache& cache = runtime.caches[cache_];
+  const Rows k = runtime.at(out_), v = runtime.at(v_);
+  const KvCache layout = runtime.layout(cache);
+  for (std::int64_t i = begin; i < end; ++i) {
+    const std::int64_t block = runtime.step.slot_mapping[i] / runtime.block_size;
+    const int slot = static_cast<int>(runtime.step.slot_mapping[i] % runtime.block_size);
+    const int lane = slot % kPanel;
+    for (int head = 0; head < cache.kv_heads; ++head) {
+      const std::int64_t offset = layout.offset(block, head, slot / kPanel);
+      bf16* keys = layout.keys + offset + lane * 2;
+      bf16* values = layout.values + offset + lane / 2 * (2 * cache.head_dim) + lane % 2;
+      const bf16* from_k = k.row(i) + head * cache.head_dim;
+      const bf16* from_v = v.row(i) + head * cache.head_dim;
+      for (int d = 0; d < cache.head_dim; d += 2) {
+        std::memcpy(keys + d * kPanel, from_k + d, 2 * sizeof(bf16));
+        values[2 * d] = from_v[d];
+        values[2 * d + 2] = from_v[d + 1];
+      }
+    }
+  }
+}
+
+void MatmulOp::prepare(const Runtime& runtime, int num_threads) {
+  units_.reset();
+  const Tile tile = tile_of(runtime.weights[weight_].packed, runtime.rows(x_), num_threads);
+  row_tile_ = tile.rows;
+  panel_tile_ = tile.panels;
+}
+
+void MatmulOp::run(const Runtime& runtime, Share) {
+  Matmul op;
+  op.x = runtime.at(x_);
+  op.w = runtime.weights[weight_].packed;
+  op.bias = bias_ < 0 ? nullptr : runtime.vectors[bias_].data();
+  op.epilogue = epilogue_;
+  op.out = runtime.at(out_);
+  if (epilogue_ == Epilogue::kAdd) op.residual = runtime.at(residual_);
+  op.out_width = width_;
+  for_tiles(units_, runtime.rows(x_), op.w.panels(), row_tile_, panel_tile_,
+            [&](std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {
+              runtime.kernels.matmul(op, row_begin, row_end, panel_begin, panel_end);
+            });
+}
+
+void LogitsOp::prepare(const Runtime& runtime, int num_threads) {
+  units_.reset();
+  const std::int64_t rows = runtime.logits_end - runtime.logits_begin;
+  const Tile tile = tile_of(runtime.weights[weight_].packed, rows, num_threads);
+  row_tile_ = tile.rows;
+  panel_tile_ = tile.panels;
+}
+
+void LogitsOp::run(const Runtime& runtime, Share) {
+  Matmul op;
+  op.x = runtime.at(x_);
+  op.x.data = op.x.row(runtime.logits_begin);
+  op.w = runtime.weights[weight_].packed;
+  op.epilogue = Epilogue::kFloat;
+  op.out_float = runtime.logits;
+  op.out_float_stride = op.w.n;
+  op.out_width = op.w.n;
+  for_tiles(units_, runtime.logits_end - runtime.logits_begin, op.w.panels(), row_tile_, panel_tile_,
+            [&](std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {
+              runtime.kernels.matmul(op, row_begin, row_end, panel_begin, panel_end);
+            });
+}
+
+void SoftcapOp::run(const Runtime& runtime, Share share) {
+  const std::int64_t count = (runtime.logits_end - runtime.logits_begin) * vocab_size_;
+  const std::int64_t begin = count * share.thread / share.num_threads;
+  const std::int64_t end = count * (share.thread + 1) / share.num_threads;
+  if (begin < end) runtime.kernels.softcap(runtime.logits + begin, end - begin, cap_);
+}
+
+void AttentionOp::run(const Runtime& runtime, Share) {
+  const Step& step = runtime.step;
+  const AttentionPlan& plan = runtime.attention_plans[plan_];
+  Attention op;
+  op.q = runtime.at(q_);
+  op.out = runtime.at(out_);
+  op.cache = runtime.layout(runtime.caches[cache_]);
+  op.heads = heads_;
+  op.window = plan.window;
+  op.scale = scale_;
+  op.softcap = softcap_;
+  const auto count = static_cast<std::int64_t>(plan.units.size());
+  for (std::int64_t i = units_.take(); i < count; i = units_.take()) {
+    const AttentionUnit& unit = plan.units[i];
+    op.first = step.query_starts[unit.sequence];
+    op.count = step.query_starts[unit.sequence + 1] - op.first;
+    op.position = step.positions[op.first];
+    op.block_table = step.block_tables + unit.sequence * step.table_width;
+    runtime.kernels.attention(op, unit.row_begin, unit.row_end, unit.head, unit.head + 1);
+  }
+}
+
+void plan_attention(const Step& step, AttentionPlan& plan) {
+  plan.units.clear();
+  for (int sequence = 0; sequence < step.num_sequences; ++sequence) {
+    const int first = step.query_starts[sequence], count = step.query_starts[sequence + 1] - first;
+    for (int row = 0; row < count; row += kQueryTile) {
+      const int end = std::min(count, row + kQueryTile);
+      std::int64_t seen = step.positions[first] + end;
+      if (plan.window > 0) seen = std::min<std::int64_t>(seen, plan.window + end - row);
+      for (int head = 0; head < plan.kv_heads; ++head) {
+        plan.units.push_back({sequence, row, end, head, seen * (end - row)});
+      }
+    }
+  }
+  std::stable_sort(plan.units.begin(), plan.units.end(),
+                   [](const AttentionUnit& a, const AttentionUnit& b) { return a.cost > b.cost; });
+}
+
+}  // namespace octavo

@@ -1,0 +1,205 @@
+// The ops of a program. Every thread runs each of them, and does its share.
+#pragma once
+
+#include <atomic>
+
+#include "runtime.h"
+
+namespace octavo {
+
+struct Share {
+  int thread, num_threads;
+};
+
+// Units of unlike length, taken by whoever is free. Which thread takes which never changes a result.
+class Units {
+ public:
+  void reset() { next_.store(0, std::memory_order_relaxed); }
+  std::int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  alignas(64) std::atomic<std::int64_t> next_ = 0;
+};
+
+class Op {
+ public:
+  // How an op is cut. Of ops that are cut by the same rows, a thread does the same rows each time: no barrier between.
+  enum class Cut { kTokenRows, kLogitRows, kUnits };
+
+  virtual ~Op() = default;
+  virtual Cut cut(const Runtime& runtime) const = 0;
+  virtual void prepare(const Runtime&, int /*num_threads*/) {}  // before a step, by one thread
+  virtual void run(const Runtime& runtime, Share share) = 0;
+};
+
+// An op whose rows need nothing of each other: run(rows) for a thread's rows.
+class RowOp : public Op {
+ public:
+  Cut cut(const Runtime& runtime) const override {
+    return runtime.buffers[out_.buffer].selected ? Cut::kLogitRows : Cut::kTokenRows;
+  }
+  void run(const Runtime& runtime, Share share) override {
+    const std::int64_t rows = runtime.rows(out_);
+    const std::int64_t begin = rows * share.thread / share.num_threads;
+    const std::int64_t end = rows * (share.thread + 1) / share.num_threads;
+    if (begin < end) run_rows(runtime, begin, end);
+  }
+
+ protected:
+  explicit RowOp(View out) : out_(out) {}
+  virtual void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) = 0;
+  View out_;  // for an op without output: what it reads
+};
+
+class EmbedOp final : public RowOp {
+ public:
+  EmbedOp(int weight, float scale, View out) : RowOp(out), weight_(weight), scale_(scale) {}
+
+ private:
+  void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
+  int weight_;
+  float scale_;
+};
+
+// Fills the tables of every rotation for a thread's rows of T; `any` is a view of T rows.
+class RotationTableOp final : public RowOp {
+ public:
+  explicit RotationTableOp(View any) : RowOp(any) {}
+
+ private:
+  void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
+};
+
+class SelectRowsOp final : public RowOp {
+ public:
+  SelectRowsOp(View x, View out) : RowOp(out), x_(x) {}
+  Cut cut(const Runtime&) const override { return Cut::kUnits; }  // reads rows of other threads
+
+ private:
+  void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
+  View x_;
+};
+
+class RmsNormOp final : public RowOp {
+ public:
+  RmsNormOp(View x, int weight, int groups, float eps, View out)
+      : RowOp(out), x_(x), weight_(weight), groups_(groups), eps_(eps) {}
+
+ private:
+  void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
+  View x_;
+  int weight_, groups_;
+  float eps_;
+};
+
+class RopeOp final : public RowOp {
+ public:
+  RopeOp(View x, int rotation, int heads, int head_dim, View out)
+      : RowOp(out), x_(x), rotation_(rotation), heads_(heads), head_dim_(head_dim) {}
+
+ private:
+  void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
+  View x_;
+  int rotation_, heads_, head_dim_;
+};
+
+class GateMulOp final : public RowOp {
+ public:
+  GateMulOp(View gate, View up, Gate f, int width, View out)
+      : RowOp(out), gate_(gate), up_(up), f_(f), width_(width) {}
+
+ private:
+  void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
+  View gate_, up_;
+  Gate f_;
+  int width_;
+};
+
+class AddOp final : public RowOp {
+ public:
+  AddOp(View a, View b, int width, View out) : RowOp(out), a_(a), b_(b), width_(width) {}
+
+ private:
+  void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
+  View a_, b_;
+  int width_;
+};
+
+// Writes K and V of a thread's tokens into the cache.
+class StoreOp final : public RowOp {
+ public:
+  StoreOp(View k, View v, int cache) : RowOp(k), v_(v), cache_(cache) {}
+
+ private:
+  void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
+  View v_;
+  int cache_;
+};
+
+class MatmulOp final : public Op {
+ public:
+  MatmulOp(View x, int weight, int bias, Epilogue epilogue, View residual, int width, View out)
+      : x_(x), weight_(weight), bias_(bias), epilogue_(epilogue), residual_(residual), width_(width), out_(out) {}
+  Cut cut(const Runtime&) const override { return Cut::kUnits; }
+  void prepare(const Runtime& runtime, int num_threads) override;
+  void run(const Runtime& runtime, Share share) override;
+
+ private:
+  View x_;
+  int weight_, bias_;  // bias: -1 is none
+  Epilogue epilogue_;
+  View residual_;
+  int width_;
+  View out_;
+  Units units_;
+  std::int64_t row_tile_ = 1;
+  int panel_tile_ = 2;
+};
+
+// float32 logits of the slice [logits_begin, logits_end) of S.
+class LogitsOp final : public Op {
+ public:
+  LogitsOp(View x, int weight) : x_(x), weight_(weight) {}
+  Cut cut(const Runtime&) const override { return Cut::kUnits; }
+  void prepare(const Runtime& runtime, int num_threads) override;
+  void run(const Runtime& runtime, Share share) override;
+
+ private:
+  View x_;
+  int weight_;
+  Units units_;
+  std::int64_t row_tile_ = 1;
+  int panel_tile_ = 2;
+};
+
+class SoftcapOp final : public Op {
+ public:
+  SoftcapOp(float cap, int vocab_size) : cap_(cap), vocab_size_(vocab_size) {}
+  Cut cut(const Runtime&) const override { return Cut::kUnits; }
+  void run(const Runtime& runtime, Share share) override;
+
+ private:
+  float cap_;
+  int vocab_size_;
+};
+
+class AttentionOp final : public Op {
+ public:
+  AttentionOp(View q, int cache, int plan, int heads, float scale, float softcap, View out)
+      : q_(q), cache_(cache), plan_(plan), heads_(heads), scale_(scale), softcap_(softcap), out_(out) {}
+  Cut cut(const Runtime&) const override { return Cut::kUnits; }
+  void prepare(const Runtime&, int) override { units_.reset(); }
+  void run(const Runtime& runtime, Share share) override;
+
+ private:
+  View q_;
+  int cache_, plan_, heads_;
+  float scale_, softcap_;
+  View out_;
+  Units units_;
+};
+
+// Cuts a step's attention: rows of a sequence in tiles, each KV head by itself, the costly units first.
+void plan_attention(const Step& step, AttentionPlan& plan);
+
+}  // namespace octavo

@@ -1,0 +1,305 @@
+#include "program.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "pack.h"
+
+namespace octavo {
+
+Program::Program(const Kernels& kernels, int num_threads)
+    : runtime_(kernels), pool_(num_threads), scratch_(num_threads) {}
+
+void Program::require(bool condition, const char* what) const {
+  if (!condition) throw std::invalid_argument(std::string("program: ") + what);
+}
+
+void Program::check_view(View view, int width) const {
+  require(view.buffer >= 0 && view.buffer < static_cast<int>(runtime_.buffers.size()), "no such buffer");
+  require(view.column >= 0 && width > 0 && view.column + width <= runtime_.buffers[view.buffer].width,
+          "columns past the end of a buffer");
+}
+
+int Program::add_buffer(int width, bool selected) {
+  require(width > 0, "a buffer needs columns");
+  runtime_.buffers.push_back({width, selected, {}});
+  return static_cast<int>(runtime_.buffers.size()) - 1;
+}
+
+int Program::add_weight(int n, int k) {
+  require(n > 0 && k > 0, "a weight needs rows and columns");
+  PackedWeight packed{nullptr, n, k};
+  const std::size_t elements = static_cast<std::size_t>(packed.panels()) * packed.padded_k() * kPanel;
+  Memory memory(elements * sizeof(bf16), true);
+  packed.data = memory.as<bf16>();
+  runtime_.weights.push_back({std::move(memory), packed});
+  return static_cast<int>(runtime_.weights.size()) - 1;
+}
+
+void Program::pack(int weight, int first_panel, int panel_step, const float* rows, int first, int count) {
+  require(weight >= 0 && weight < static_cast<int>(runtime_.weights.size()), "no such weight");
+  const Weight& target = runtime_.weights[weight];
+  const int k = target.packed.k;
+  require(first_panel >= 0 && panel_step >= 1 && first >= 0 && first % kPanel == 0 && count >= 1,
+          "rows to pack begin with a whole panel");
+  const int panels = (count + kPanel - 1) / kPanel;
+  const std::int64_t place = first_panel + static_cast<std::int64_t>(first) / kPanel * panel_step;
+  require(place + static_cast<std::int64_t>(panels - 1) * panel_step < target.packed.panels(),
+          "rows past the last panel of a weight");
+  bf16* out = target.memory.as<bf16>() + place * target.packed.padded_k() * kPanel;
+  pool_.run([&](int thread) {
+    const int begin = static_cast<int>(std::int64_t{panels} * thread / num_threads());
+    const int end = static_cast<int>(std::int64_t{panels} * (thread + 1) / num_threads());
+    pack_panels(rows, k, count, k, out, begin, end, panel_step);
+  });
+}
+
+int Program::add_vector(std::vector<float> values) {
+  runtime_.vectors.push_back(std::move(values));
+  return static_cast<int>(runtime_.vectors.size()) - 1;
+}
+
+int Program::add_rotation(std::vector<float> frequencies, float factor) {
+  require(!frequencies.empty(), "a rotation needs frequencies");
+  runtime_.rotations.push_back({std::move(frequencies), factor, {}, {}});
+  return static_cast<int>(runtime_.rotations.size()) - 1;
+}
+
+int Program::add_cache(int kv_heads, int head_dim) {
+  require(kv_heads > 0 && head_dim > 0 && head_dim % kPanel == 0 && head_dim <= 256,
+          "the head dimension must be a multiple of 16 up to 256");
+  runtime_.caches.push_back({kv_heads, head_dim, {}, {}});
+  return static_cast<int>(runtime_.caches.size()) - 1;
+}
+
+void Program::embed(int weight, float scale, View out) {
+  require(weight >= 0 && weight < static_cast<int>(runtime_.weights.size()), "no such weight");
+  require(body_.empty(), "embed is the first op");
+  check_view(out, runtime_.weights[weight].packed.k);
+  vocab_size_ = runtime_.weights[weight].packed.n;
+  body_.push_back(std::make_unique<RotationTableOp>(out));
+  body_.push_back(std::make_unique<EmbedOp>(weight, scale, out));
+}
+
+void Program::select_rows(View x, View out) {
+  check_view(out, runtime_.buffers.at(out.buffer).width);
+  check_view(x, runtime_.buffers[out.buffer].width);
+  require(runtime_.buffers[out.buffer].selected && !runtime_.buffers[x.buffer].selected, "select_rows goes from T to S");
+  body_.push_back(std::make_unique<SelectRowsOp>(x, out));
+}
+
+void Program::rms_norm(View x, int weight, int groups, float eps, View out) {
+  const int width = groups * static_cast<int>(runtime_.vectors.at(weight).size());
+  check_view(x, width);
+  check_view(out, width);
+  body_.push_back(std::make_unique<RmsNormOp>(x, weight, groups, eps, out));
+}
+
+void Program::rope(View x, int rotation, int heads, int head_dim, View out) {
+  require(2 * static_cast<int>(runtime_.rotations.at(rotation).frequencies.size()) <= head_dim, "too many frequencies");
+  check_view(x, heads * head_dim);
+  check_view(out, heads * head_dim);
+  body_.push_back(std::make_unique<RopeOp>(x, rotation, heads, head_dim, out));
+}
+
+void Program::gate_mul(View gate, View up, Gate f, int width, View out) {
+  for (View view : {gate, up, out}) check_view(view, width);
+  body_.push_back(std::make_unique<GateMulOp>(gate, up, f, width, out));
+}
+
+void Program::add(View a, View b, int width, View out) {
+  for (View view : {a, b, out}) check_view(view, width);
+  body_.push_back(std::make_unique<AddOp>(a, b, width, out));
+}
+
+void Program::store(View k, View v, int cache) {
+  const Cache& target = runtime_.caches.at(cache);
+  for (View view : {k, v}) check_view(view, target.kv_heads * target.head_dim);
+  body_.push_back(std::make_unique<StoreOp>(k, v, cache));
+}
+
+void Program::attention(View q, int cache, int heads, int window, float scale, float softcap, View out) {
+  const Cache& target = runtime_.caches.at(cache);
+  require(heads > 0 && heads % target.kv_heads == 0, "query heads do not share the KV heads evenly");
+  for (View view : {q, out}) check_view(view, heads * target.head_dim);
+  auto& plans = runtime_.attention_plans;
+  auto plan = std::find_if(plans.begin(), plans.end(), [&](const AttentionPlan& known) {
+    return known.kv_heads == target.kv_heads && known.window == window;
+  });
+  if (plan == plans.end()) plan = plans.insert(plan, {target.kv_heads, window, {}});
+  const int index = static_cast<int>(plan - plans.begin());
+  body_.push_back(std::make_unique<AttentionOp>(q, cache, index, heads, scale, softcap, out));
+}
+
+void Program::matmul(View x, int weight, int bias, Epilogue epilogue, View residual, int width, View out) {
+  const PackedWeight& w = runtime_.weights.at(weight).packed;
+  const bool gated = epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluMul;
+  check_view(x, w.k);
+  check_view(out, width);
+  if (epilogue == Epilogue::kAdd) check_view(residual, width);
+  require(epilogue != Epilogue::kFloat, "float32 rows are logits: use that");
+  require(gated ? w.panels() % 2 == 0 && width <= w.panels() / 2 * kPanel : width <= w.panels() * kPanel,
+          "a product writes more columns than its weight has");
+  require(bias < 0 || runtime_.vectors.at(bias).size() == static_cast<std::size_t>(w.panels()) * kPanel,
+          "a bias must be as long as the panels");
+  body_.push_back(std::make_unique<MatmulOp>(x, weight, bias, epilogue, residual, width, out));
+}
+
+void Program::logits(View x, int weight) {
+  const PackedWeight& w = runtime_.weights.at(weight).packed;
+  check_view(x, w.k);
+  require(runtime_.buffers[x.buffer].selected && head_.empty(), "logits come once, from selected rows");
+  require(w.n == vocab_size_, "the output projection and the embedding differ in vocabulary");
+  head_.push_back(std::make_unique<LogitsOp>(x, weight));
+}
+
+void Program::softcap(float cap) {
+  require(!head_.empty() && cap > 0, "softcap follows logits, and is positive");
+  head_.push_back(std::make_unique<SoftcapOp>(cap, vocab_size_));
+}
+
+void Program::allocate_kv_cache(std::int64_t num_blocks, int block_size) {
+  require(block_size > 0 && block_size % kPanel == 0, "the block size must be a multiple of 16");
+  require(num_blocks > 0, "a KV cache needs blocks");
+  const std::lock_guard lock(mutex_);
+  num_blocks_ = 0;
+  for (Cache& cache : runtime_.caches) cache.keys = cache.values = nullptr;
+  for (Cache& cache : runtime_.caches) {
+    const std::size_t elements = static_cast<std::size_t>(num_blocks) * block_size * cache.kv_heads * cache.head_dim;
+    cache.keys = std::make_shared<Memory>(elements * sizeof(bf16));
+    cache.values = std::make_shared<Memory>(elements * sizeof(bf16));
+  }
+  runtime_.block_size = block_size;
+  num_blocks_ = num_blocks;
+}
+
+std::int64_t Program::weight_bytes() const {
+  std::int64_t total = 0;
+  for (const Weight& weight : runtime_.weights) total += static_cast<std::int64_t>(weight.memory.bytes());
+  for (const auto& values : runtime_.vectors) total += static_cast<std::int64_t>(values.size() * sizeof(float));
+  return total;
+}
+
+void Program::check(const Step& step) const {
+  require(num_blocks_ > 0, "allocate_kv_cache comes before the first step");
+  require(!head_.empty(), "the program has no logits");
+  require(step.num_sequences >= 1 && step.query_starts[0] == 0 &&
+              step.query_starts[step.num_sequences] == step.num_tokens,
+          "query_starts do not span the tokens");
+  for (std::int64_t i = 0; i < step.num_tokens; ++i) {
+    require(step.token_ids[i] >= 0 && step.token_ids[i] < vocab_size_, "token id outside the vocabulary");
+    require(step.slot_mapping[i] >= 0 && step.slot_mapping[i] < num_blocks_ * runtime_.block_size,
+            "slot outside the KV cache");
+  }
+  for (int r = 0; r < step.num_sequences; ++r) {
+    const int first = step.query_starts[r], last = step.query_starts[r + 1] - 1;
+    require(first <= last, "a sequence without tokens in the step");
+    require(step.positions[first] >= 0, "negative position");
+    for (int i = first; i <= last; ++i) {
+      require(step.positions[i] == step.positions[first] + i - first, "positions of a sequence have gaps");
+    }
+    const int blocks = step.positions[last] / runtime_.block_size + 1;
+    require(blocks <= step.table_width, "a block table is shorter than its sequence");
+    const std::int32_t* table = step.block_tables + r * step.table_width;
+    for (int i = 0; i < blocks; ++i) require(table[i] >= 0 && table[i] < num_blocks_, "block outside the KV cache");
+  }
+  for (std::int64_t i = 0; i < step.num_logit_rows; ++i) {
+    require(step.logit_rows[i] >= 0 && step.logit_rows[i] < step.num_tokens, "logit row outside the step");
+  }
+}
+
+// Buffers keep what the largest step so far needed: a steady state allocates nothing. A new one is zero, padding too.
+void Program::grow(const Step& step) {
+  const std::int64_t rows[2] = {step.num_tokens, step.num_logit_rows};
+  for (int selected = 0; selected < 2; ++selected) {
+    if (rows[selected] <= capacity_[selected]) continue;
+    const std::int64_t capacity = std::max(rows[selected], std::min<std::int64_t>(2 * capacity_[selected], 4096));
+    for (Buffer& buffer : runtime_.buffers) {
+      if (buffer.selected == (selected == 1)) {
+        buffer.memory = Memory();
+        buffer.memory = Memory(static_cast<std::size_t>(capacity * buffer.stride()) * sizeof(bf16));
+      }
+    }
+    if (selected == 0) {
+      for (RotationTable& table : runtime_.rotations) {
+        table.cos = Memory(capacity * table.frequencies.size() * sizeof(float));
+        table.sin = Memory(capacity * table.frequencies.size() * sizeof(float));
+      }
+    } else {
+      const std::int64_t row_bytes = static_cast<std::int64_t>(vocab_size_) * sizeof(float);
+      logits_ = Memory(std::min(capacity, std::max<std::int64_t>(1, kLogitsBytes / row_bytes)) * row_bytes);
+    }
+    capacity_[selected] = capacity;
+  }
+}
+
+void Program::begin_slice(std::int64_t begin) {
+  const std::int64_t row_bytes = static_cast<std::int64_t>(vocab_size_) * sizeof(float);
+  const std::int64_t fit = static_cast<std::int64_t>(logits_.bytes()) / row_bytes;
+  runtime_.logits = logits_.as<float>();
+  runtime_.logits_begin = begin;
+  runtime_.logits_end = std::min(runtime_.step.num_logit_rows, begin + fit);
+  logits_units_.reset();
+  prepare(head_);
+}
+
+void Program::prepare(std::vector<std::unique_ptr<Op>>& ops) {
+  for (const auto& op : ops) op->prepare(runtime_, num_threads());
+}
+
+void Program::step(const Step& step, const LogitsUse& use) {
+  const std::lock_guard lock(mutex_);
+  runtime_.step = step;
+  grow(step);
+  for (AttentionPlan& plan : runtime_.attention_plans) plan_attention(step, plan);
+  for (Scratch& scratch : scratch_) {
+    if (!use.rows.empty()) scratch.reserve(use.vocab_size);
+  }
+  prepare(body_);
+  if (step.num_logit_rows > 0) begin_slice(0);
+  pool_.run([&](int thread) {
+    const Share share{thread, num_threads()};
+    run(body_, share);
+    if (step.num_logit_rows > 0) run_slices(use, share);
+  });
+}
+
+void Program::run(std::vector<std::unique_ptr<Op>>& ops, Share share) {
+  for (std::size_t i = 0; i < ops.size(); ++i) {
+    const Op::Cut cut = ops[i]->cut(runtime_);
+    if (i > 0 && (cut == Op::Cut::kUnits || cut != ops[i - 1]->cut(runtime_))) pool_.barrier();
+    ops[i]->run(runtime_, share);
+  }
+}
+
+void Program::run_slices(const LogitsUse& use, Share share) {
+  for (;;) {
+    pool_.barrier();
+    run(head_, share);
+    pool_.barrier();
+    use_logits(use, scratch_[share.thread]);
+    pool_.barrier();  // the slice is done with
+    if (runtime_.logits_end == runtime_.step.num_logit_rows) return;
+    pool_.barrier();  // all have seen that there is another
+    if (share.thread == 0) begin_slice(runtime_.logits_end);
+  }
+}
+
+// Samples and copies the slice, a row at a time, whoever is free.
+void Program::use_logits(const LogitsUse& use, Scratch& scratch) {
+  const std::int64_t begin = runtime_.logits_begin, count = runtime_.logits_end - begin;
+  for (std::int64_t i = logits_units_.take(); i < count; i = logits_units_.take()) {
+    const float* logits = runtime_.logits + i * vocab_size_;
+    const std::int64_t row = begin + i;
+    if (!use.rows.empty()) sample_row(logits, use.vocab_size, use.rows[row], scratch, use.sampled[row]);
+    const auto wanted = std::lower_bound(use.copy_rows.begin(), use.copy_rows.end(), row);
+    if (wanted != use.copy_rows.end() && *wanted == row) {
+      const std::int64_t place = wanted - use.copy_rows.begin();
+      std::memcpy(use.copies + place * vocab_size_, logits, vocab_size_ * sizeof(float));
+    }
+  }
+}
+
+}  // namespace octavo

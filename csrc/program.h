@@ -1,0 +1,95 @@
+// A flat program of ops over named buffers, and its runner: one call a step, on the program's own threads.
+//
+//   build     add_buffer, add_weight + pack, add_vector, add_rotation, add_cache, then ops in the order in which they run
+//   once      allocate_kv_cache
+//   a step    body ops over T rows ── select_rows ── body ops over S rows ┐
+//             for each slice of S: logits ── softcap ── sample, copy out  ┘  barriers between ops, one wake
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "ops.h"
+#include "pool.h"
+#include "runtime.h"
+#include "sampling.h"
+
+namespace octavo {
+
+constexpr std::int64_t kLogitsBytes = 64 << 20;  // of float32 logits held at a time
+
+// What is to become of a step's logits, one entry per logit row; both parts may be absent.
+struct LogitsUse {
+  std::span<const SamplingRow> rows;         // [S] or empty: sample
+  std::span<SampledRow> sampled;             // as many
+  int vocab_size = 0;                        // ids that may be sampled: the first of the vocabulary
+  std::span<const std::int32_t> copy_rows;   // ascending rows of S whose logits are asked for
+  float* copies = nullptr;                   // [copy_rows, vocabulary]
+};
+
+class Program {
+ public:
+  Program(const Kernels& kernels, int num_threads);
+
+  // Building. Each add_... gives back the number by which ops name the thing. Widths and shapes that do not fit raise
+  // std::invalid_argument; so do numbers of what is not there.
+  int add_buffer(int width, bool selected);
+  int add_weight(int n, int k);
+  // Rounds rows [count, k] to bfloat16 and packs them: row i becomes row (first + i) of the panels first_panel,
+  // first_panel + panel_step, ... of the weight. first: a multiple of 16.
+  void pack(int weight, int first_panel, int panel_step, const float* rows, int first, int count);
+  int add_vector(std::vector<float> values);
+  int add_rotation(std::vector<float> frequencies, float factor);
+  int add_cache(int kv_heads, int head_dim);
+
+  void embed(int weight, float scale, View out);
+  void select_rows(View x, View out);
+  void rms_norm(View x, int weight, int groups, float eps, View out);
+  void rope(View x, int rotation, int heads, int head_dim, View out);
+  void gate_mul(View gate, View up, Gate f, int width, View out);
+  void add(View a, View b, int width, View out);
+  void store(View k, View v, int cache);
+  void attention(View q, int cache, int heads, int window, float scale, float softcap, View out);
+  void matmul(View x, int weight, int bias, Epilogue epilogue, View residual, int width, View out);
+  void logits(View x, int weight);
+  void softcap(float cap);
+
+  // Zeroed lazily by the system; a cache that was there is dropped. block_size: a multiple of 16.
+  void allocate_kv_cache(std::int64_t num_blocks, int block_size);
+
+  // Runs one step; the arrays must have been checked with `check`. Steps of two threads run one after the other.
+  void step(const Step& step, const LogitsUse& use);
+  // Raises std::invalid_argument for ids, slots, blocks or rows that are out of range: a step never leaves its memory.
+  void check(const Step& step) const;
+
+  const Kernels& kernels() const { return runtime_.kernels; }
+  int num_threads() const { return pool_.num_threads(); }
+  int vocab_size() const { return vocab_size_; }
+  std::int64_t weight_bytes() const;
+  const Runtime& runtime() const { return runtime_; }
+
+ private:
+  void require(bool condition, const char* what) const;
+  void check_view(View view, int width) const;
+  void grow(const Step& step);
+  void prepare(std::vector<std::unique_ptr<Op>>& ops);
+  void run(std::vector<std::unique_ptr<Op>>& ops, Share share);
+  void run_slices(const LogitsUse& use, Share share);
+  void use_logits(const LogitsUse& use, Scratch& scratch);
+  void begin_slice(std::int64_t begin);
+
+  Runtime runtime_;
+  Pool pool_;
+  std::mutex mutex_;  // of step
+  std::vector<std::unique_ptr<Op>> body_, head_;
+  int vocab_size_ = 0;
+  std::int64_t num_blocks_ = 0;
+  std::int64_t capacity_[2] = {0, 0};  // rows of T and of S that the buffers hold
+  Memory logits_;
+  Units logits_units_;
+  std::vector<Scratch> scratch_;  // one a thread
+};
+
+}  // namespace octavo

@@ -1,0 +1,97 @@
+// What the ops of a program share: buffers, weights, KV caches, and the step that is running.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "memory.h"
+
+namespace octavo {
+
+// One step's arrays, in the caller's memory; see Batch in octavo/backends/base.py.
+struct Step {
+  std::int64_t num_tokens = 0;                // T
+  std::int64_t num_logit_rows = 0;            // S
+  int num_sequences = 0;                      // R
+  const std::int32_t* token_ids = nullptr;    // [T]
+  const std::int32_t* positions = nullptr;    // [T]
+  const std::int64_t* slot_mapping = nullptr; // [T]
+  const std::int32_t* query_starts = nullptr; // [R + 1]
+  const std::int32_t* block_tables = nullptr; // [R, table_width]
+  std::int64_t table_width = 0;
+  const std::int32_t* logit_rows = nullptr;   // [S]
+};
+
+// Activations of T rows, or of the S rows whose logits are needed. Several values may follow each other in one buffer,
+// or stand side by side in it; all that share one have their columns past `width` at zero.
+struct Buffer {
+  int width = 0;
+  bool selected = false;  // S rows, not T
+  Memory memory;
+  std::int64_t stride() const { return (width + kChunk - 1) / kChunk * kChunk; }
+};
+
+// A value: the columns of a buffer from `column` on.
+struct View {
+  int buffer = -1;
+  int column = 0;
+};
+
+struct Weight {
+  Memory memory;
+  PackedWeight packed;
+};
+
+// cos and sin of a step's positions, made once a step for all layers that turn alike.
+struct RotationTable {
+  std::vector<float> frequencies;  // [half]
+  float factor = 1;
+  Memory cos, sin;                 // [T, half]
+};
+
+struct Cache {
+  int kv_heads = 0, head_dim = 0;
+  std::shared_ptr<Memory> keys, values;  // shared with whoever looks into the cache from outside
+};
+
+// A part of a step's attention: some rows of a sequence for one KV head.
+struct AttentionUnit {
+  int sequence, row_begin, row_end, head;  // rows count from the sequence's first row
+  std::int64_t cost;                       // rows times positions that they see, about
+};
+
+// The units of all layers with as many KV heads and the same window, the costly ones first.
+struct AttentionPlan {
+  int kv_heads = 0, window = 0;
+  std::vector<AttentionUnit> units;
+};
+
+struct Runtime {
+  explicit Runtime(const Kernels& table) : kernels(table) {}
+
+  const Kernels& kernels;
+  std::vector<Buffer> buffers;
+  std::vector<Weight> weights;
+  std::vector<std::vector<float>> vectors;  // norm weights and biases
+  std::vector<RotationTable> rotations;
+  std::vector<Cache> caches;
+  std::vector<AttentionPlan> attention_plans;
+  int block_size = 0;
+
+  Step step;
+  std::int64_t logits_begin = 0, logits_end = 0;  // of S: the slice whose logits are being computed
+  float* logits = nullptr;                        // [slice, vocabulary]
+
+  std::int64_t rows(View view) const { return buffers[view.buffer].selected ? step.num_logit_rows : step.num_tokens; }
+  KvCache layout(const Cache& cache) const {
+    return {cache.keys->as<bf16>(), cache.values->as<bf16>(), cache.kv_heads, cache.head_dim, block_size};
+  }
+  Rows at(View view) const {
+    const Buffer& buffer = buffers[view.buffer];
+    return {buffer.memory.as<bf16>() + view.column, buffer.stride()};
+  }
+};
+
+}  // namespace octavo

@@ -1,0 +1,86 @@
+"""The native runtime (csrc/): what octavo/backends/cpu calls."""
+
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Place = tuple[int, int]  # buffer, first column
+
+def isas() -> list[str]:
+    """Names of the kernel tables that this machine can run, slowest first; all give the same bits."""
+
+class Program:
+    """A model as a flat list of native ops, and its threads. See csrc/program.h."""
+
+    def __init__(self, isa: str, num_threads: int) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def add_buffer(self, width: int, selected: bool) -> int: ...
+    def add_weight(self, n: int, k: int) -> int: ...
+    def pack(
+        self, weight: int, first_panel: int, panel_step: int, rows: NDArray[np.float32], first: int
+    ) -> None: ...
+    def add_vector(self, values: NDArray[np.float32]) -> int: ...
+    def add_rotation(self, frequencies: tuple[float, ...], factor: float) -> int: ...
+    def add_cache(self, kv_heads: int, head_dim: int) -> int: ...
+    def embed(self, weight: int, scale: float, out: _Place) -> None: ...
+    def select_rows(self, x: _Place, out: _Place) -> None: ...
+    def rms_norm(self, x: _Place, weight: int, groups: int, eps: float, out: _Place) -> None: ...
+    def rope(self, x: _Place, rotation: int, heads: int, head_dim: int, out: _Place) -> None: ...
+    def gate_mul(self, gate: _Place, up: _Place, f: str, width: int, out: _Place) -> None: ...
+    def add(self, a: _Place, b: _Place, width: int, out: _Place) -> None: ...
+    def store(self, k: _Place, v: _Place, cache: int) -> None: ...
+    def attention(
+        self, q: _Place, cache: int, heads: int, window: int, scale: float, softcap: float, out: _Place
+    ) -> None: ...
+    def matmul(
+        self,
+        x: _Place,
+        weight: int,
+        bias: int,
+        epilogue: Literal["store", "add", "silu_mul", "gelu_mul"],
+        residual: _Place,
+        width: int,
+        out: _Place,
+    ) -> None: ...
+    def logits(self, x: _Place, weight: int) -> None: ...
+    def softcap(self, cap: float) -> None: ...
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None: ...
+    def kv_cache(self, cache: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+        """Keys and values as they lie: [blocks, KV heads, panels, 16 * head_dim], shared memory."""
+    def step(
+        self,
+        batch: Any,
+        rows: Any,
+        vocab_size: int,
+        copy_rows: NDArray[np.int32],
+        copies: NDArray[np.float32],
+    ) -> tuple[
+        NDArray[np.int32], NDArray[np.int32], NDArray[np.float64], NDArray[np.int32], NDArray[np.float64]
+    ]:
+        """Run one step of a Batch and sample by SamplingRows (None: only copy logits).
+
+        Logits of `copy_rows` (ascending rows of S) go to `copies`, [copy_rows, vocabulary]. Returns token_ids, ranks,
+        logprobs [S], and top_ids, top_logprobs [S, most].
+        """
+
+class sampling:
+    @staticmethod
+    def sample(
+        logits: NDArray[np.float32], vocab_size: int, **columns: NDArray[Any]
+    ) -> tuple[
+        NDArray[np.int32],
+        NDArray[np.float64],
+        NDArray[np.int32],
+        NDArray[np.int64],
+        NDArray[np.int32],
+        NDArray[np.float64],
+    ]:
+        """Sample rows of logits: token_ids, logprobs, ranks [n], offsets [n + 1], top_ids, top_logprobs."""

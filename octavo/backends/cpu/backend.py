@@ -1,0 +1,187 @@
+"""The CPU backend: a graph as a native program, one call a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import Backend, Batch
+from octavo.backends.cpu.cores import usable_cores
+from octavo.backends.cpu.lower import check_graph, lower
+from octavo.backends.cpu.native import Program, isas, sampling
+from octavo.backends.host_memory import memory_limit
+from octavo.errors import ConfigError
+from octavo.graph import Graph
+from octavo.outputs import TokenLogprobs
+from octavo.sampling import NOT_FINITE, NOTHING_LEFT, Sampled, SamplingRows
+from octavo.weights import WeightTensor
+
+BLOCK_MULTIPLE = 16  # tokens of a panel of the KV cache
+MOST_THREADS = 256
+_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "position", "num_logprobs", "target")
+
+
+class CpuBackend(Backend):
+    """Runs a graph in the native runtime, in bfloat16. Whatever shares a step, a row's result is the same bits.
+
+    Args:
+        graph: traced in bfloat16; its output is the logits, [S, vocabulary] in float32.
+        weights: the checkpoint's tensors by internal name; expanded, rounded to bfloat16 and packed one after another.
+        kv_cache_dtype: of stored keys and values: "bfloat16".
+        block_size: tokens per KV block, a multiple of 16.
+        num_threads: None is one for each core that the process may use.
+        vocab_size: ids from here on are never sampled.
+        isa: a kernel table of this machine; None is what OCTAVO_ISA names, else the fastest. All give the same bits.
+        fuse: False runs every op of the graph on its own: the same bits, slower.
+
+    Raises:
+        ConfigError: something that the native runtime does not have; the message says what to use.
+        ModelError: the checkpoint lacks a tensor, or one has another shape than the graph asks for.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        weights: Mapping[str, WeightTensor],
+        *,
+        kv_cache_dtype: str,
+        block_size: int,
+        num_threads: int | None,
+        vocab_size: int,
+        isa: str | None = None,
+        fuse: bool = True,
+    ) -> None:
+        if kv_cache_dtype != "bfloat16":
+            raise ConfigError(
+                f"kv_cache_dtype={kv_cache_dtype!r}: backend='cpu' stores bfloat16; leave it at 'auto', or use "
+                "backend='torch'"
+            )
+        if block_size % BLOCK_MULTIPLE:
+            raise ConfigError(
+                f"block_size={block_size}: backend='cpu' needs a multiple of {BLOCK_MULTIPLE}; use {BLOCK_MULTIPLE}"
+            )
+        check_graph(graph)
+        graph.check_weights({name: tensor.shape for name, tensor in weights.items()})
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._kv_shapes = graph.kv_shapes
+        self._program = Program(_resolve_isa(isa), _resolve_threads(num_threads))
+        lower(graph, weights, self._program, fuse=fuse)
+
+    @property
+    def description(self) -> str:
+        threads = "1 thread" if self._program.num_threads == 1 else f"{self._program.num_threads} threads"
+        return f"cpu ({self._program.isa}, {threads}), bfloat16"
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._program.weight_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(2 * heads * head_dim * 2 for heads, head_dim in self._kv_shapes.values())
+
+    def memory_limit(self) -> int:
+        return memory_limit()
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Make room for `num_blocks` blocks; pages are committed when they are first written.
+
+        Raises:
+            ConfigError: the address space does not have the room.
+        """
+        try:
+            self._program.allocate_kv_cache(num_blocks, self._block_size)
+        except MemoryError as error:
+            size = num_blocks * self._block_size * self.kv_bytes_per_token
+            raise ConfigError(
+                f"a KV cache of {num_blocks} blocks ({size} bytes) does not fit into memory; lower num_kv_blocks or "
+                "kv_cache_memory_bytes"
+            ) from error
+
+    def kv_caches(self) -> list[tuple[NDArray[np.uint16], NDArray[np.uint16]]]:
+        """Keys and values of each layer as bits of bfloat16, in the panels of csrc/kernels.h; shared memory."""
+        return [self._program.kv_cache(i) for i in range(len(self._kv_shapes))]
+
+    def execute(self, batch: Batch, rows: SamplingRows) -> Sampled:
+        shaped = [i for i, shaping in enumerate(rows.shaping) if shaping is not None and rows.target[i] < 0]
+        logits = self._logits_memory(len(shaped))
+        result = self._program.step(batch, rows, self._vocab_size, np.array(shaped, np.int32), logits)
+        sampled = Sampled(result[0], _logprobs(rows, *result))
+        for row, i in zip(logits, shaped, strict=True):
+            self._sample_shaped(row[: self._vocab_size], rows, i, sampled)
+        return sampled
+
+    def logits(self, batch: Batch) -> NDArray[np.float32]:
+        """Run one step and give its logits, float32 [S, vocabulary], instead of sampling."""
+        logits = self._logits_memory(len(batch.logit_rows))
+        everything = np.arange(len(batch.logit_rows), dtype=np.int32)
+        self._program.step(batch, None, self._vocab_size, everything, logits)
+        return logits
+
+    def _logits_memory(self, count: int) -> NDArray[np.float32]:
+        return np.empty((count, self._program.vocab_size), np.float32)
+
+    def _sample_shaped(self, logits: NDArray[np.float32], rows: SamplingRows, i: int, sampled: Sampled) -> None:
+        """A row whose logits Python changes first; its logprobs are those of the model's own logits."""
+        shaping = rows.shaping[i]
+        if sampled.token_ids[i] == NOT_FINITE or shaping is None:
+            return
+        token = self._sample_one(shaping(logits), rows, i, num_logprobs=-1, target=-1)[0][0]
+        if token == NOT_FINITE:
+            sampled.token_ids[i], sampled.logprobs[i] = NOTHING_LEFT, None
+            return
+        sampled.token_ids[i] = token
+        count = int(rows.num_logprobs[i])
+        if count >= 0:
+            _, logprobs, ranks, _, top_ids, top_logprobs = self._sample_one(logits, rows, i, count, int(token))
+            sampled.logprobs[i] = TokenLogprobs(
+                int(token), float(logprobs[0]), int(ranks[0]), top_ids.tolist(), top_logprobs.tolist()
+            )
+
+    def _sample_one(
+        self, logits: NDArray[np.float32], rows: SamplingRows, i: int, num_logprobs: int, target: int
+    ) -> tuple[NDArray[np.generic], ...]:
+        columns = {name: getattr(rows, name)[i : i + 1] for name in _COLUMNS}
+        columns["num_logprobs"] = np.array([num_logprobs], np.int32)
+        columns["target"] = np.array([target], np.int32)
+        return sampling.sample(logits[None], self._vocab_size, **columns)
+
+
+def _logprobs(
+    rows: SamplingRows,
+    token_ids: NDArray[np.int32],
+    ranks: NDArray[np.int32],
+    logprobs: NDArray[np.float64],
+    top_ids: NDArray[np.int32],
+    top_logprobs: NDArray[np.float64],
+) -> list[TokenLogprobs | None]:
+    entries: list[TokenLogprobs | None] = [None] * len(token_ids)
+    for i in np.flatnonzero((rows.num_logprobs >= 0) & (token_ids >= 0)).tolist():
+        count = rows.num_logprobs[i]
+        entries[i] = TokenLogprobs(
+            int(token_ids[i]),
+            float(logprobs[i]),
+            int(ranks[i]),
+            top_ids[i, :count].tolist(),
+            top_logprobs[i, :count].tolist(),
+        )
+    return entries
+
+
+def _resolve_isa(isa: str | None) -> str:
+    wanted = isa or os.environ.get("OCTAVO_ISA") or isas()[-1]
+    if wanted not in isas():
+        raise ConfigError(f"OCTAVO_ISA={wanted!r}: this machine has {', '.join(isas())}; use one of them")
+    return wanted
+
+
+def _resolve_threads(num_threads: int | None) -> int:
+    if num_threads is None:
+        return min(usable_cores(), MOST_THREADS)
+    if num_threads > MOST_THREADS:
+        raise ConfigError(f"num_threads={num_threads}: backend='cpu' takes at most {MOST_THREADS}; give that or less")
+    return num_threads

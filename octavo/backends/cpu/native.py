@@ -1,0 +1,7 @@
+"""The native extension, and what Python may know of it."""
+
+from __future__ import annotations
+
+from octavo._native import Program, isas, sampling
+
+__all__ = ["Program", "isas", "sampling"]

@@ -1,0 +1,55 @@
+"""Drives the native backend as `paged.py` drives torch's: tiny checkpoints with heads of 16, scattered blocks, NaNs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from octavo.backends.cpu import CpuBackend
+from octavo.weights import open_checkpoint
+from tests.backends.paged import Logits, Paged, graph
+
+NAN = 0x7FC1  # a bfloat16
+BLOCK = 16
+
+
+def load_native(
+    path: Path, *, isa: str | None = None, fuse: bool = True, num_threads: int = 1, block_size: int = BLOCK
+) -> CpuBackend:
+    traced = graph(path, "bfloat16")
+    return CpuBackend(
+        traced,
+        open_checkpoint(path).tensors,
+        kv_cache_dtype="bfloat16",
+        block_size=block_size,
+        num_threads=num_threads,
+        vocab_size=traced.output.width or 0,
+        isa=isa,
+        fuse=fuse,
+    )
+
+
+class NativePaged(Paged):
+    """Sequences on one native backend. Its cache holds nothing but NaN where no token was stored."""
+
+    def __init__(self, backend: CpuBackend, *, num_blocks: int = 64, block_size: int = BLOCK, seed: int = 0) -> None:
+        backend.allocate_kv_cache(num_blocks)
+        for cache in backend.kv_caches():
+            for part in cache:
+                part.fill(NAN)
+        self.native = backend
+        self._block_size = block_size
+        self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
+        self._tables: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+
+    def step(self, work: dict[str, Sequence[int]]) -> dict[str, Logits]:
+        batch = self.batch(work)
+        return dict(zip(work, np.split(self.native.logits(batch), batch.query_starts[1:-1]), strict=True))
+
+    def preempt(self, name: str) -> None:
+        """Gives the blocks of a sequence back, as they are; it begins again at its first token."""
+        self._free[:0] = self._tables.pop(name)
+        del self._lengths[name]
