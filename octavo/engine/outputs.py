@@ -22,6 +22,7 @@ class _Choice:
     stops: StopStrings
     logprob: float = 0.0  # summed over its tokens, where the sampler reports them
     stopped_by: str | None = None  # the stop string that its text met; it grows no more
+    error: str | None = None
 
     @property
     def mean_logprob(self) -> float:
@@ -117,13 +118,13 @@ class OutputProcessor:
             completion.text += choice.stops.flush()
 
     def _finish(self, live: _Live, choice: _Choice, update: SequenceOutput) -> None:
-        output, completion = live.output, choice.completion
+        completion = choice.completion
         completion.finish_reason = update.finish_reason
         if choice.stopped_by is not None:  # perhaps by the very token that was the last of its length
             completion.finish_reason, completion.stop_reason = "stop", choice.stopped_by
         elif update.finish_reason == "stop" and update.token_id in live.params.stop_token_ids:
             completion.stop_reason = update.token_id
-        output.error = output.error or update.error
+        choice.error = update.error
         if update.metrics is not None:
             live.metrics.append(update.metrics)
         del self._live[update.seq_id]
@@ -131,12 +132,13 @@ class OutputProcessor:
             self._close(live)
 
     def _close(self, live: _Live) -> None:
-        output, params = live.output, live.params
-        if params.num_choices > params.n:
-            best = sorted(live.choices, key=lambda choice: -choice.mean_logprob)[: params.n]
-            output.outputs = [choice.completion for choice in best]
+        output, shown = live.output, live.choices
+        if len(shown) > live.params.n:
+            shown = sorted(shown, key=lambda choice: -choice.mean_logprob)[: live.params.n]
+            output.outputs = [choice.completion for choice in shown]
             for index, completion in enumerate(output.outputs):
                 completion.index = index
+        output.error = next((choice.error for choice in shown if choice.error is not None), None)
         output.metrics = _combined(live.metrics)
         output.finished = True
 
