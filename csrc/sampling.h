@@ -32,8 +32,8 @@ struct SamplingRow {
   double min_p = 0;        // in [0, 1]; 0 keeps all, 1 only the most likely and its equals
   std::int32_t top_k = 0;  // 0 and less keeps all
   std::uint64_t seed = 0, choice = 0, position = 0;  // the key of the random number
-  std::int32_t num_logprobs = -1;  // -1: none; else how many most likely tokens to report beside the chosen one
-  std::int32_t target = -1;        // in [0, vocab_size): samples nothing, and reports this token's logprob; else -1
+  std::int32_t num_logprobs = -1;  // the most likely tokens to report beside the chosen one; -1 reports nothing
+  std::int32_t target = -1;        // -1 samples; else the token below vocab_size whose logprob is asked for
 };
 
 constexpr std::int32_t kNotFinite = -1;  // instead of a token: the largest logit is infinite, or some logit is no number

@@ -161,6 +161,19 @@ def test_wide_rows_follow_the_reference(kind):
         check_tokens(logits, params, rng.integers(2**63, size=2).astype(np.uint64))
 
 
+def test_boundaries_between_close_tokens():
+    """50,000 tokens of some 2e-5 each: to pick 2,000 of them right, a sum may be off by 1e-8 at most."""
+    logits = random_rows(np.random.default_rng(15), "normal", 1, 50_000) * np.float32(0.1)
+    got = sample(np.broadcast_to(logits, (2000, 50_000)), position=range(2000))[0]
+    x = logits[0].astype(np.longdouble)
+    held = np.cumsum(np.exp(x - x.max()))
+    wanted = held[-1] * np.array([reference_uniform(0, 0, i) for i in range(2000)])
+    expected = np.searchsorted(held, wanted, side="right")
+    margin = np.minimum(held[expected] - wanted, wanted - np.where(expected > 0, held[expected - 1], -np.inf))
+    assert (margin > rounding_bound(50_000) * held[-1]).all()
+    assert got.tolist() == expected.tolist()
+
+
 def test_the_random_number_has_the_bits_of_the_package():
     keys = np.random.default_rng(0).integers(2**64, size=(3, 2000), dtype=np.uint64)
     keys[:, 0], keys[:, 1] = 0, 2**64 - 1
