@@ -77,7 +77,7 @@ class LLM:
             outputs = run_until_idle(self.engine, len(batch), progress=progress)
         except BaseException:
             for request_id in ids:
-                self.engine.abort_request(request_id)
+                self.engine.abort(request_id)
             raise
         by_id = {output.request_id: output for output in outputs}
         return [by_id[request_id] for request_id in ids]

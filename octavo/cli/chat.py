@@ -184,7 +184,7 @@ class Repl:
             if output.error is not None:
                 raise RequestError(output.error)
         except BaseException:
-            self.engine.abort_request(_REQUEST)
+            self.engine.abort(_REQUEST)
             self.turns.pop()
             raise
         reply = output.outputs[0]
@@ -211,7 +211,7 @@ class Repl:
         shown = 0
         while True:
             outputs = self.engine.step()
-            if interrupted.is_set() and (aborted := self.engine.abort_request(_REQUEST)) is not None:
+            if interrupted.is_set() and (aborted := self.engine.abort(_REQUEST)) is not None:
                 outputs = [aborted]
             for output in outputs:
                 text = output.outputs[0].text

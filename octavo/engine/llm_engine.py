@@ -94,7 +94,7 @@ class LLMEngine:
                 del self._seq_ids[output.request_id]
         return outputs
 
-    def abort_request(self, request_id: str) -> RequestOutput | None:
+    def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once and returns what it has; None when there is no such unfinished request."""
         outputs = self._end(self._seq_ids.pop(request_id, []), "abort")
         return outputs[0] if outputs else None
@@ -110,7 +110,7 @@ class LLMEngine:
     def close(self) -> None:
         """Ends what is unfinished and gives the memory back. Safe to call twice."""
         for request_id in list(self._seq_ids):
-            self.abort_request(request_id)
+            self.abort(request_id)
         self._core.close()
         self._closed = True
 

@@ -57,14 +57,14 @@ def test_abort_while_running_and_while_waiting(tiny_llama: Path) -> None:
     for name in ("runs", "waits", "stays"):
         engine.add_request(name, "the quick brown fox", GREEDY)
     engine.step()
-    aborted = engine.abort_request("runs")
+    aborted = engine.abort("runs")
     assert aborted is not None
     assert aborted.finished
     assert aborted.outputs[0].finish_reason == "abort"
     assert len(aborted.outputs[0].token_ids) == 1
-    assert engine.abort_request("waits").outputs[0].token_ids == []
-    assert engine.abort_request("runs") is None
-    assert engine.abort_request("never was") is None
+    assert engine.abort("waits").outputs[0].token_ids == []
+    assert engine.abort("runs") is None
+    assert engine.abort("never was") is None
     assert set(drain(engine)) == {"stays"}
     assert engine.stats()["num_free_blocks"] == 32
     engine.close()

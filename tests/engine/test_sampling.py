@@ -355,14 +355,14 @@ class TestSteps:
         engine.add_request("y", "the", params(n=2))
         for _ in range(4):
             engine.step()
-        aborted = engine.abort_request("x")
+        aborted = engine.abort("x")
         assert aborted.finished
         reasons = [one.finish_reason for one in aborted.outputs]
         assert reasons[1] == "stop"
         assert "abort" in reasons
         assert all(len(one.token_ids) == 4 for one in aborted.outputs if one.finish_reason == "abort")
-        assert engine.abort_request("x") is None
-        engine.abort_request("y")
+        assert engine.abort("x") is None
+        engine.abort("y")
         assert not engine.has_unfinished_requests
         assert engine.stats()["num_free_blocks"] == 64
 
