@@ -303,7 +303,7 @@ class TestChoices:
         assert all(len(one.token_ids) == 2 for one in output.outputs)
 
     def test_metrics_are_of_the_whole_request(self, llm: LLM) -> None:
-        """From the first choice that did a thing to the last: the second starts first, the first has the first token."""
+        """From the first choice that did it to the last: the second starts first, the first has the first token."""
         processor = OutputProcessor(llm.engine.tokenizer)
         processor.add("x", None, llm.engine.process_prompt("a", params(n=2)))
         first, second = processor._live
