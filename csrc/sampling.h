@@ -36,7 +36,7 @@ struct SamplingRow {
   std::int32_t target = -1;        // -1 samples; else the token below vocab_size whose logprob is asked for
 };
 
-constexpr std::int32_t kNotFinite = -1;  // instead of a token: the largest logit is infinite, or some logit is no number
+constexpr std::int32_t kNotFinite = -1;  // instead of a token: the largest logit is infinite, or one is no number
 
 // The answer. Logprobs are natural, of the logits as they are: before temperature and filters. They are written only
 // where num_logprobs >= 0 and the token is not kNotFinite; num_top is 0 otherwise.
