@@ -32,7 +32,7 @@ class InputProcessor:
         self.model = model
         self.max_model_len = max_model_len
         self.seed = seed
-        self.vocab_size = min(tokenizer.vocab_size, model.vocab_size)  # ids that can be sampled
+        self.vocab_size = min(tokenizer.vocab_size, model.vocab_size)  # ids that can be sampled, and have a logprob
         self.eos_token_ids = frozenset(tokenizer.eos_token_ids)
         self._num_requests = 0
         self._num_sequences = 0
@@ -48,6 +48,8 @@ class InputProcessor:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority={priority!r}: expected a whole number")
         tokens = self._tokens(prompt)
+        if params.prompt_logprobs is not None:
+            _check_ids("prompt_token_ids with prompt_logprobs", tokens, self.vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, self.model.vocab_size)
         bans = self._bans(params)
         if len(tokens) >= self.max_model_len:
@@ -97,11 +99,13 @@ class InputProcessor:
     def _tokens(self, prompt: object) -> list[int]:
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt)
+            if self.tokenizer.vocab_size > self.model.vocab_size:
+                _check_ids("the prompt's tokens", tokens, self.model.vocab_size)
         elif isinstance(prompt, Mapping) and set(prompt) == {"prompt_token_ids"}:
             ids = prompt["prompt_token_ids"]
             if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
                 raise RequestError(f"prompt_token_ids={ids!r}: expected a list of token ids")
-            tokens = list(ids)
+            tokens = ids.tolist() if hasattr(ids, "tolist") else list(ids)  # of an array: plain numbers
             _check_ids("prompt_token_ids", tokens, self.model.vocab_size)
         else:
             shown = repr(prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -232,6 +233,17 @@ class TestRefusals:
     def test_malformed_prompts(self, llm: LLM, prompt: object, message: str) -> None:
         with pytest.raises(RequestError, match=message):
             llm.generate([prompt], GREEDY)
+
+    def test_padding_ids_have_no_logprob(self, llm: LLM) -> None:
+        """383 is a row of the embedding and no token: it may stand in a prompt, but the sampler knows nothing of it."""
+        prompt = {"prompt_token_ids": [5, 383, 6]}
+        assert llm.generate(prompt, GREEDY)[0].finished
+        with pytest.raises(RequestError, match=r"prompt_token_ids with prompt_logprobs: 383 is not a token id; .* to 319"):
+            llm.generate(prompt, SamplingParams(prompt_logprobs=0))
+
+    def test_prompt_ids_in_an_array(self, llm: LLM) -> None:
+        outputs = llm.generate([{"prompt_token_ids": np.array([5, 6])}, {"prompt_token_ids": [5, 6]}], GREEDY)
+        assert ids(outputs)[0] == ids(outputs)[1]
 
     def test_stop_token_past_the_vocabulary(self, llm: LLM) -> None:
         with pytest.raises(RequestError, match="stop_token_ids: 384 is not a token id"):
