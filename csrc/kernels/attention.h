@@ -132,11 +132,11 @@ inline void mix_part(const Attention& a, Tile& tile, int v, const bf16* values, 
   for (int d = 0; d < dim; d += kLanes) {
     Vec even = splat(0.0f), odd = splat(0.0f);
     for (int t = begin; t < end; ++t) {
-      const Pairs pair = load_pairs(values + t / 2 * 2 * dim + 2 * d);
+      const bf16* pairs = values + t / 2 * 2 * dim + 2 * d;
       if (t % 2 == 0) {
-        even = mul_add(splat(weights[t]), pair.even, even);
+        even = mul_add(splat(weights[t]), load_even(pairs), even);
       } else {
-        odd = mul_add(splat(weights[t]), pair.odd, odd);
+        odd = mul_add(splat(weights[t]), load_odd(pairs), odd);
       }
     }
     float* out = tile.piece + v * dim + d;

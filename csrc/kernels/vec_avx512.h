@@ -14,15 +14,10 @@
 namespace octavo {
 namespace {
 
-// 2 registers for the products of a row and a panel, 2 for a panel's weights, of 32; the broadcasts come from memory.
-constexpr int kBlockRows = 6;
-constexpr int kBlockPanels = 2;
+constexpr int kBlockRows = 4;  // rows whose sums (of two panels) stay in registers
 
 struct Vec {
   __m512 v;
-};
-struct Pairs {
-  Vec even, odd;
 };
 
 OCTAVO_INLINE Vec splat(float x) { return {_mm512_set1_ps(x)}; }
@@ -66,11 +61,11 @@ OCTAVO_INLINE Vec widen(__m256i bits) {
 }
 OCTAVO_INLINE Vec load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
-// Sixteen pairs of bfloat16: the first of each, and the second of each.
-OCTAVO_INLINE Pairs load_pairs(const bf16* p) {
-  const __m512i pairs = _mm512_loadu_si512(p);
+// Of sixteen pairs of bfloat16, the first of each and the second of each.
+OCTAVO_INLINE Vec load_even(const bf16* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }
+OCTAVO_INLINE Vec load_odd(const bf16* p) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  return {{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))}, {_mm512_castsi512_ps(_mm512_and_si512(pairs, upper))}};
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), upper))};
 }
 
 // The nearest bfloat16's bits, ties to even; NaN becomes kNanBits and a subnormal becomes zero of its sign.

@@ -10,13 +10,7 @@
 namespace octavo {
 namespace {
 
-// Rows and panels of the register block that fits: the products of one row and one panel take 2 * 4 registers of 16 (x86) or 32.
-#if defined(__aarch64__)
-constexpr int kBlockRows = 2;
-#else
-constexpr int kBlockRows = 1;
-#endif
-constexpr int kBlockPanels = 1;
+constexpr int kBlockRows = 2;  // rows whose sums stay in registers
 
 using F4 = float __attribute__((vector_size(16)));
 using U4 = std::uint32_t __attribute__((vector_size(16)));
@@ -25,9 +19,6 @@ using H4 = std::uint16_t __attribute__((vector_size(8)));
 
 struct Vec {
   F4 v[4];
-};
-struct Pairs {
-  Vec even, odd;
 };
 
 // The same expression for each quarter i.
@@ -96,17 +87,14 @@ OCTAVO_INLINE Vec load(const bf16* p) {
   return x;
 }
 
-// Sixteen pairs of bfloat16: the first of each, and the second of each.
-OCTAVO_INLINE Pairs load_pairs(const bf16* p) {
-  Pairs pairs;
-  for (int i = 0; i < 4; ++i) {
-    U4 u;
-    std::memcpy(&u, p + 8 * i, sizeof u);
-    pairs.even.v[i] = bits_as<F4>(u << 16);
-    pairs.odd.v[i] = bits_as<F4>(u & 0xffff0000u);
-  }
-  return pairs;
+// Of sixteen pairs of bfloat16, the first of each and the second of each.
+OCTAVO_INLINE U4 load_pairs(const bf16* p) {
+  U4 u;
+  std::memcpy(&u, p, sizeof u);
+  return u;
 }
+OCTAVO_INLINE Vec load_even(const bf16* p) { OCTAVO_QUARTERS(bits_as<F4>(load_pairs(p + 8 * i) << 16)); }
+OCTAVO_INLINE Vec load_odd(const bf16* p) { OCTAVO_QUARTERS(bits_as<F4>(load_pairs(p + 8 * i) & 0xffff0000u)); }
 
 // The nearest bfloat16's bits, ties to even; NaN becomes kNanBits and a subnormal becomes zero of its sign.
 OCTAVO_INLINE U4 bf16_bits(F4 x) {
