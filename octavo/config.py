@@ -89,10 +89,12 @@ class EngineConfig:
     """
 
     model: str = field(metadata={"help": "local directory or GGUF file, owner/repo, or pypi:package==version"})
-    backend: Backend = field(default="auto", metadata={"help": "what runs the graph"})
+    backend: Backend = field(
+        default="auto", metadata={"help": "what runs the graph; auto: torch where it has a GPU, else cpu"}
+    )
     device: str = field(default="auto", metadata={"help": "torch device of the torch backend, such as cpu or cuda:0"})
     dtype: DType = field(
-        default="auto", metadata={"help": "of weights and activations; auto: float32 on a CPU, else bfloat16"}
+        default="auto", metadata={"help": "of weights and activations; auto: bfloat16, but float32 for torch on a CPU"}
     )
     quantization: str | None = field(
         default=None, metadata={"help": "'none' expands the weights to dtype, as does the default on the torch backend"}
@@ -100,7 +102,7 @@ class EngineConfig:
     max_model_len: int | None = field(
         default=None, metadata={"help": "longest context in tokens; the model's own, or what the KV pool holds"}
     )
-    block_size: int = field(default=16, metadata={"help": "tokens per KV block"})
+    block_size: int = field(default=16, metadata={"help": "tokens per KV block; a multiple of 16 on the cpu backend"})
     kv_cache_memory_bytes: int | None = field(default=None, metadata={"help": "size of the KV pool in bytes"})
     num_kv_blocks: int | None = field(default=None, metadata={"help": "size of the KV pool in blocks"})
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = field(

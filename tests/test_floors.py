@@ -40,7 +40,8 @@ FLOORS = {
 }
 
 MAX_LINES = 600
-READS_ENVIRONMENT: set[str] = set()  # modules that may; none so far
+NATIVE = "octavo._native"  # compiled from csrc/
+READS_ENVIRONMENT = {"octavo.backends.cpu.backend"}  # OCTAVO_ISA
 
 
 def modules() -> dict[str, Path]:
@@ -73,7 +74,7 @@ def imported(name: str) -> Iterator[str]:
 
 
 def own_imports(name: str) -> set[str]:
-    found = {target for target in imported(name) if target.split(".")[0] == "octavo"}
+    found = {target for target in imported(name) if target.split(".")[0] == "octavo" and target != NATIVE}
     assert found <= MODULES.keys(), f"{name} imports what is not there: {sorted(found - MODULES.keys())}"
     return found
 
@@ -109,6 +110,10 @@ def test_there_are_no_circles():
         TopologicalSorter({name: own_imports(name) - {name} for name in MODULES}).prepare()
     except CycleError as error:
         pytest.fail(f"modules import each other in a circle: {' <- '.join(error.args[1])}")
+
+
+def test_the_native_runtime_is_called_by_its_backend_alone():
+    assert [name for name in MODULES if NATIVE in imported(name)] == ["octavo.backends.cpu.native"]
 
 
 def test_torch_stays_in_its_backend():

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from dataclasses import dataclass
 
-from octavo.backends.base import Backend
 from octavo.config import EngineConfig, ModelConfig
 from octavo.core import StepPlan, StepResult
-from octavo.errors import ConfigError
-from octavo.models import build_graph
-from octavo.sampling import Sampler
 from octavo.weights import Checkpoint
+from octavo.worker.backends import make_backend
 from octavo.worker.cache_engine import CacheEngine, MemoryPlan
 from octavo.worker.model_runner import ModelRunner
 
@@ -26,6 +22,7 @@ class BootReport:
     backend: str
     load_seconds: float
     memory: MemoryPlan
+    note: str | None = None  # why the backend is not the one to expect
 
     def fields(self) -> dict[str, object]:
         """For the log."""
@@ -53,7 +50,7 @@ class BootReport:
             f"{memory.num_blocks} blocks x {memory.block_size} tokens, {_size(memory.kv_bytes)} at most "
             f"(process limit {_size(memory.memory_limit)})\n"
             f"  context {memory.max_model_len} tokens; {memory.full_context_requests:.1f} requests of that length fit "
-            "at once"
+            "at once" + ("" if self.note is None else f"\n  {self.note}")
         )
 
 
@@ -70,7 +67,7 @@ class Worker:
             ModelError: the checkpoint does not hold the tensors that the model needs.
         """
         start = time.perf_counter()
-        backend = _make_backend(config, model, checkpoint, Sampler(vocab_size))
+        backend, note = make_backend(config, model, checkpoint, vocab_size)
         memory = CacheEngine(backend, config, model).plan
         self._runner = ModelRunner(
             backend,
@@ -84,33 +81,11 @@ class Worker:
             backend=backend.description,
             load_seconds=time.perf_counter() - start,
             memory=memory,
+            note=note,
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._runner.execute(plan)
-
-
-def _make_backend(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, sampler: Sampler) -> Backend:
-    if config.backend == "cpu":
-        raise ConfigError("backend='cpu': the native runtime is not part of this version yet; use 'torch'")
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError("backend='torch' needs torch, which is not installed: pip install 'octavo[torch]'")
-    from octavo.backends.torch import TorchBackend, resolve_device
-
-    device = resolve_device(config.device)
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    return TorchBackend(
-        build_graph(model, dtype),
-        checkpoint.tensors,
-        device=device,
-        dtype=dtype,
-        kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        block_size=config.block_size,
-        num_threads=config.num_threads,
-        sampler=sampler,
-    )
 
 
 def _size(count: float) -> str:

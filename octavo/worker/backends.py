@@ -1,0 +1,90 @@
+"""Which backend runs the model: what was asked for, else what suits the machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+
+from octavo.backends.base import Backend
+from octavo.config import EngineConfig, ModelConfig
+from octavo.errors import ConfigError
+from octavo.metrics import log_event
+from octavo.models import build_graph
+from octavo.sampling import Sampler
+from octavo.weights import Checkpoint
+
+NATIVE = "octavo._native"
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL; without one, torch need not be asked
+
+
+def make_backend(
+    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, vocab_size: int
+) -> tuple[Backend, str | None]:
+    """A backend with the model's weights, and a note for the user where it is not the one to expect.
+
+    Raises:
+        ConfigError: the backend is missing here, or cannot honour an option.
+        ModelError: the checkpoint does not hold the tensors that the model needs.
+    """
+    if config.backend == "torch" or (config.backend == "auto" and _wants_gpu(config)):
+        return _torch_backend(config, model, checkpoint, vocab_size), None
+    try:
+        return _cpu_backend(config, model, checkpoint, vocab_size), None
+    except ImportError as error:
+        if error.name != NATIVE:
+            raise
+        missing = f"the native runtime cannot be loaded ({error})"
+    if config.backend == "cpu":
+        raise ConfigError(f"backend='cpu': {missing}; reinstall octavo where there is a C++ compiler, or use 'torch'")
+    log_event("native_runtime_missing", {"reason": missing, "backend": "torch"}, logging.WARNING)
+    return _torch_backend(config, model, checkpoint, vocab_size), f"{missing}; torch runs the model, more slowly"
+
+
+def _wants_gpu(config: EngineConfig) -> bool:
+    """Whether `auto` means torch: a device was named that only torch has, or there is a GPU that torch can use."""
+    if config.device != "auto":
+        return config.device != "cpu"
+    if not any(device.exists() for device in GPU_DEVICES) or importlib.util.find_spec("torch") is None:
+        return False
+    from octavo.backends.torch import resolve_device
+
+    return resolve_device("auto") != "cpu"
+
+
+def _cpu_backend(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, vocab_size: int) -> Backend:
+    from octavo.backends.cpu import CpuBackend
+
+    if config.device not in ("auto", "cpu"):
+        raise ConfigError(f"device={config.device!r}: backend='cpu' has none; leave it out, or use backend='torch'")
+    if config.dtype == "float32":
+        raise ConfigError("dtype='float32': backend='cpu' computes in bfloat16; use 'auto', or backend='torch'")
+    return CpuBackend(
+        build_graph(model, "bfloat16"),
+        checkpoint.tensors,
+        kv_cache_dtype="bfloat16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        block_size=config.block_size,
+        num_threads=config.num_threads,
+        vocab_size=vocab_size,
+    )
+
+
+def _torch_backend(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, vocab_size: int) -> Backend:
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("backend='torch' needs torch, which is not installed: pip install 'octavo[torch]'")
+    from octavo.backends.torch import TorchBackend, resolve_device
+
+    device = resolve_device(config.device)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    return TorchBackend(
+        build_graph(model, dtype),
+        checkpoint.tensors,
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        block_size=config.block_size,
+        num_threads=config.num_threads,
+        sampler=Sampler(vocab_size),
+    )
