@@ -111,9 +111,11 @@ class TestOptions:
     @pytest.mark.parametrize(("options", "message"), [
         ({"max_model_len": 257}, "max_model_len=257: the model was made for at most 256 tokens"),
         ({"max_model_len": 200, "num_kv_blocks": 10}, r"does not fit into the KV pool of 10 blocks \(160 tokens\)"),
-        ({"kv_cache_memory_bytes": 100}, "kv_cache_memory_bytes=100: one block of 16 tokens alone takes 8192 bytes"),
+        ({"kv_cache_memory_bytes": 100}, "kv_cache_memory_bytes=100: one block of 16 tokens alone takes 4096 bytes"),
         ({"device": "cuda:7"}, "cuda"),
-        ({"backend": "cpu"}, "use 'torch'"),
+        ({"backend": "cpu", "dtype": "float32"}, "dtype='float32': .* backend='torch'"),
+        ({"backend": "cpu", "device": "cuda:0"}, "device='cuda:0': .* backend='torch'"),
+        ({"block_size": 8}, "block_size=8: .* multiple of 16"),
         ({"no_such_option": 1}, "unknown option no_such_option"),
     ])  # fmt: skip
     def test_refused(self, tiny_llama: Path, options: dict, message: str) -> None:
@@ -131,8 +133,8 @@ class TestOptions:
         engine.close()
 
     def test_kv_memory_in_bytes(self, tiny_llama: Path) -> None:
-        engine = LLMEngine.from_options(str(tiny_llama), kv_cache_memory_bytes=10 * 8192 + 5, num_threads=1)
+        engine = LLMEngine.from_options(str(tiny_llama), kv_cache_memory_bytes=10 * 4096 + 5, num_threads=1)
         memory = engine.boot_report.memory
-        assert memory.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head size, float32
-        assert (memory.num_blocks, memory.kv_bytes) == (10, 10 * 8192)
+        assert memory.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2  # K and V, layers, KV heads, head size, bfloat16
+        assert (memory.num_blocks, memory.kv_bytes) == (10, 10 * 4096)
         engine.close()

@@ -181,10 +181,10 @@ def mixed(max_tokens: int) -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("options", [
-    {"num_kv_blocks": 24, "block_size": 8},
+    {"num_kv_blocks": 12},
     {"max_num_batched_tokens": 3},
     {"max_num_seqs": 2},
-    {"block_size": 1},
+    {"block_size": 32},
 ])  # fmt: skip
 def test_neither_preemption_nor_batching_changes_a_token(llm: LLM, tiny_llama: Path, options: dict) -> None:
     alone = [tokens_of(llm.generate("a single step", own)[0]) for own in mixed(60)]
