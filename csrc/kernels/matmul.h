@@ -1,5 +1,5 @@
-// x @ w^T with its epilogue. Panels are the outer loop, so that a weight comes from memory once for all rows; inside, a block
-// of rows shares each load of weights, and the sums stay in registers.
+// x @ w^T with its epilogue. Pairs of panels are the outer loop, so that a weight comes from memory once for all rows; inside,
+// a block of rows shares each load of weights, and the sums stay in registers.
 #pragma once
 
 namespace octavo {
@@ -34,9 +34,9 @@ OCTAVO_INLINE void finish(const Matmul& m, std::int64_t row, int first, const Ve
   }
 }
 
+// Sums of R rows and P panels.
 template <int R, int P>
-inline void multiply(const Matmul& m, std::int64_t row, int panel) {
-  Vec acc[R][P];
+OCTAVO_INLINE void sum_panels(const Matmul& m, std::int64_t row, int panel, Vec (&acc)[R][P]) {
   const bf16* w[P];
   for (int p = 0; p < P; ++p) w[p] = m.w.panel(panel + p);
   for (int r = 0; r < R; ++r)
@@ -49,12 +49,38 @@ inline void multiply(const Matmul& m, std::int64_t row, int panel) {
     add_chunk<R, P>(acc, x, kChunk, w, 2 * kPanel, kChunk / 2);
     for (int p = 0; p < P; ++p) w[p] += kChunk * kPanel;
   }
+}
+
+// One panel after the other, which is the order of memory: best where weights come from there and are used once.
+template <int R, int P>
+inline void multiply_streaming(const Matmul& m, std::int64_t row, int panel) {
+  Vec acc[R][P];
+  for (int p = 0; p < P; ++p) {
+    Vec one[R][1];
+    sum_panels<R, 1>(m, row, panel + p, one);
+    for (int r = 0; r < R; ++r) acc[r][p] = one[r][0];
+  }
+  for (int r = 0; r < R; ++r) finish<P>(m, row + r, panel, acc[r]);
+}
+
+// Panels side by side, so that each activation that is read serves them all: best where weights are in the cache.
+template <int R, int P>
+inline void multiply_blocked(const Matmul& m, std::int64_t row, int panel) {
+  Vec acc[R][P];
+  sum_panels<R, P>(m, row, panel, acc);
   for (int r = 0; r < R; ++r) finish<P>(m, row + r, panel, acc[r]);
 }
 
 template <int P>
 inline void multiply_rows(const Matmul& m, std::int64_t row_begin, std::int64_t row_end, int panel) {
-  for_row_blocks(row_begin, row_end, [&]<int R>(std::int64_t row) { multiply<R, P>(m, row, panel); });
+  const bool once = row_end - row_begin <= kBlockRows;
+  for_row_blocks(row_begin, row_end, [&]<int R>(std::int64_t row) {
+    if (once) {
+      multiply_streaming<R, P>(m, row, panel);
+    } else {
+      multiply_blocked<R, P>(m, row, panel);
+    }
+  });
 }
 
 inline void matmul(const Matmul& m, std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {
