@@ -10,6 +10,7 @@
 
 #include "bindings.h"
 #include "program.h"
+#include "rotation.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -161,6 +162,14 @@ nb::tuple kv_cache(const Program& program, int index) {
   return nb::make_tuple(array(cache.keys), array(cache.values));
 }
 
+// (cos, sin) of one token's angles: float32 [half] each.
+nb::tuple rotation(std::int32_t position, Array<float> frequencies, float factor) {
+  const std::size_t half = frequencies.shape(0);
+  std::vector<float> cos(half), sin(half);
+  rotate_row(position, frequencies.data(), static_cast<int>(half), factor, cos.data(), sin.data());
+  return nb::make_tuple(numpy(std::move(cos), {half}), numpy(std::move(sin), {half}));
+}
+
 }  // namespace
 
 void bind_program(nb::module_& m) {
@@ -170,6 +179,8 @@ void bind_program(nb::module_& m) {
     for (int i = 0, count = available(tables, 16); i < count; ++i) names.emplace_back(tables[i]->name);
     return names;
   }, "Names of the kernel tables that this machine can run, slowest first.");
+  m.def("rotation", &rotation, "position"_a, "frequencies"_a, "factor"_a,
+        "cos and sin of position * frequencies, times factor: what rotary embeddings turn by. float32 [half] each.");
   nb::class_<Program>(m, "Program")
       .def("__init__",
            [](Program* self, const std::string& isa, int num_threads) {

@@ -167,9 +167,11 @@ void Program::allocate_kv_cache(std::int64_t num_blocks, int block_size) {
   num_blocks_ = 0;
   for (Cache& cache : runtime_.caches) cache.keys = cache.values = nullptr;
   for (Cache& cache : runtime_.caches) {
-    const std::size_t elements = static_cast<std::size_t>(num_blocks) * block_size * cache.kv_heads * cache.head_dim;
-    cache.keys = std::make_shared<Memory>(elements * sizeof(bf16));
-    cache.values = std::make_shared<Memory>(elements * sizeof(bf16));
+    const std::int64_t block_bytes = std::int64_t{block_size} * cache.kv_heads * cache.head_dim * sizeof(bf16);
+    std::int64_t bytes = 0;
+    if (__builtin_mul_overflow(num_blocks, block_bytes, &bytes)) throw std::bad_alloc();
+    cache.keys = std::make_shared<Memory>(bytes);
+    cache.values = std::make_shared<Memory>(bytes);
   }
   runtime_.block_size = block_size;
   num_blocks_ = num_blocks;

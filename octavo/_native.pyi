@@ -10,6 +10,11 @@ _Place = tuple[int, int]  # buffer, first column
 def isas() -> list[str]:
     """Names of the kernel tables that this machine can run, slowest first; all give the same bits."""
 
+def rotation(
+    position: int, frequencies: NDArray[np.float32], factor: float
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """cos and sin of position * frequencies, times factor; float32 [half] each."""
+
 class Program:
     """A model as a flat list of native ops, and its threads. See csrc/program.h."""
 

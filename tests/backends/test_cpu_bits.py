@@ -1,0 +1,112 @@
+"""The bits contract: a request's logits are the same bits whatever runs beside it, and however it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from octavo.backends.cpu import CpuBackend, isas
+from tests.backends.checkpoints import make, prompt
+from tests.backends.native import NativePaged, load_native
+from tests.backends.paged import Logits
+
+MODELS = ("llama-biases", "mistral-window", "gemma3-variations")
+LONGEST = 300  # more than a piece of attention
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CpuBackend]:
+    @cache
+    def path(name: str) -> Path:
+        return make(name, tmp_path_factory.mktemp(name), head_dim=16).path
+
+    return cache(lambda name, **options: load_native(path(name), **options))
+
+
+@pytest.fixture(scope="module")
+def alone(load: Callable[..., CpuBackend]) -> Callable[[str, int], Logits]:
+    """Logits of `prompt(LONGEST, seed)`: the plainest kernels, nothing fused, one thread, one sequence, one step."""
+    return cache(
+        lambda name, seed: NativePaged(load(name, isa="portable", fuse=False)).logits(prompt(LONGEST, seed=seed))
+    )
+
+
+def assert_same_bits(found: Logits, expected: Logits) -> None:
+    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+def test_reference_holds_no_nan(alone: Callable[[str, int], Logits]) -> None:
+    """The cache is full of them; none may come through."""
+    for name in MODELS:
+        assert np.isfinite(alone(name, 0)).all()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(MODELS),
+    isa=st.sampled_from(isas()),
+    fuse=st.booleans(),
+    num_threads=st.integers(1, 4),
+    block_size=st.sampled_from([16, 32, 64]),
+    data=st.data(),
+)
+def test_any_workload(
+    load: Callable[..., CpuBackend],
+    alone: Callable[[str, int], Logits],
+    name: str,
+    isa: str,
+    fuse: bool,
+    num_threads: int,
+    block_size: int,
+    data: st.DataObject,
+) -> None:
+    backend = load(name, isa=isa, fuse=fuse, num_threads=num_threads, block_size=block_size)
+    paged = NativePaged(backend, block_size=block_size, num_blocks=128, seed=data.draw(st.integers(0, 99), "blocks"))
+    lengths = {str(i): data.draw(st.integers(1, LONGEST), f"length {i}") for i in range(data.draw(st.integers(1, 5)))}
+    done = dict.fromkeys(lengths, 0)
+    for _ in range(400):
+        waiting = [key for key in lengths if done[key] < lengths[key]]
+        if not waiting:
+            break
+        running = data.draw(st.lists(st.sampled_from(waiting), min_size=1, unique=True), "running")
+        work = {}
+        for key in running:
+            size = data.draw(st.sampled_from([1, 1, 7, 16, 17, 64, LONGEST]), "chunk")
+            work[key] = prompt(LONGEST, seed=int(key))[done[key] : min(done[key] + size, lengths[key])]
+        for key, logits in paged.step(work).items():
+            assert_same_bits(logits, alone(name, int(key))[done[key] : done[key] + len(logits)])
+            done[key] += len(logits)
+        victim = data.draw(st.sampled_from([None, None, None, *running]), "preempted")
+        if victim is not None and lengths[victim] < LONGEST:  # a long one is not begun again and again
+            paged.preempt(victim)
+            done[victim] = 0
+            lengths[victim] = min(lengths[victim] + 30, LONGEST)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 17])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_instruction_set_and_chunk_size(
+    load: Callable[..., CpuBackend], alone: Callable[[str, int], Logits], name: str, chunk: int
+) -> None:
+    for isa in isas():
+        found = NativePaged(load(name, isa=isa, num_threads=2)).logits(prompt(LONGEST, seed=1)[:120], chunk)
+        assert_same_bits(found, alone(name, 1)[:120])
+
+
+def test_two_engines_at_once(load: Callable[..., CpuBackend], alone: Callable[[str, int], Logits]) -> None:
+    """More threads than cores, from two Python threads: nobody waits for ever, nothing mixes."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def run(name: str) -> Logits:
+        return NativePaged(load(name, num_threads=3)).logits(prompt(LONGEST, seed=2), 5)
+
+    with ThreadPoolExecutor(2) as executor:
+        results = list(executor.map(run, ("llama-biases", "gemma3-variations")))
+    assert_same_bits(results[0], alone("llama-biases", 2))
+    assert_same_bits(results[1], alone("gemma3-variations", 2))

@@ -1,0 +1,105 @@
+"""What fusion makes of a model's graph. That it changes no bit is tested in test_cpu_bits.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from octavo.backends.cpu.fusion import fuse, fuse_gates, fuse_residuals, merge_projections
+from octavo.backends.cpu.steps import Matmul, Step, with_matmuls
+from octavo.config import ModelConfig
+from octavo.graph import Trace
+from octavo.models import build_graph
+from tests.models.test_families import CONFIG
+
+
+def kinds(steps: list[Step]) -> Counter[str]:
+    return Counter(f"{step.epilogue} of {len(step.parts)}" if isinstance(step, Matmul) else step.op for step in steps)
+
+
+def fused(config: ModelConfig) -> list[Step]:
+    return fuse(list(with_matmuls(build_graph(config, "bfloat16").nodes)))
+
+
+def test_llama() -> None:
+    """Four products a layer: q, k and v; o and residual; gate, up and silu; down and residual."""
+    assert kinds(fused(CONFIG)) == {
+        "embed": 1, "rms_norm": 5, "store of 3": 2, "rope": 4, "attention": 2, "add of 1": 4, "silu_mul of 2": 2,
+        "select_rows": 1, "lm_head": 1,
+    }  # fmt: skip
+
+
+def test_gemma3() -> None:
+    """Norms stand before its residuals, so those stay by themselves."""
+    config = replace(CONFIG, family="gemma3", activation="gelu_tanh")
+    assert kinds(fused(config)) == {
+        "embed": 1, "rms_norm": 13, "store of 3": 2, "rope": 4, "attention": 2, "store of 1": 4, "add": 4,
+        "gelu_mul of 2": 2, "select_rows": 1, "lm_head": 1,
+    }  # fmt: skip
+
+
+def test_values_stay_what_they_were() -> None:
+    """Every value that some step reads is written before, by one step, at the width that the graph gives it."""
+    for family in ("llama", "gemma3"):
+        written = {"token_ids", "positions"}
+        for step in fused(replace(CONFIG, family=family)):
+            assert {value.name for value in step.inputs} <= written
+            outputs = step.outputs if isinstance(step, Matmul) else ((step.output, 0),)
+            names = {value.name for value, _ in outputs}
+            assert not names & written
+            written |= names
+
+
+def test_parts_of_a_product_never_overlap() -> None:
+    for family in ("llama", "gemma3"):
+        for step in fused(replace(CONFIG, family=family, num_kv_heads=1)):  # k and v are 16 wide: not a multiple of 32
+            if isinstance(step, Matmul):
+                panels = [p.first_panel + i * p.panel_step for p in step.parts for i in range(p.panels)]
+                assert len(panels) == len(set(panels))
+                assert all(column % 32 == 0 for _, column in step.outputs)
+
+
+def test_a_gate_that_is_read_twice_is_not_fused() -> None:
+    t = Trace("bfloat16")
+    x = t.embed(t.token_ids, "embed", 8, 32)
+    gate, up = t.linear(x, "gate", 32), t.linear(x, "up", 32)
+    graph = t.graph(t.add(t.silu_mul(gate, up), gate))
+    assert kinds(fuse_gates(list(with_matmuls(graph.nodes)))) == {
+        "embed": 1, "store of 1": 2, "silu_mul": 1, "add": 1
+    }  # fmt: skip
+
+
+def test_gates_of_different_inputs_are_not_fused() -> None:
+    t = Trace("bfloat16")
+    x = t.embed(t.token_ids, "embed", 8, 32)
+    y = t.rms_norm(x, "norm", eps=1e-6)
+    graph = t.graph(t.silu_mul(t.linear(x, "gate", 32), t.linear(y, "up", 32)))
+    assert "silu_mul" in kinds(fuse_gates(list(with_matmuls(graph.nodes))))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_either_side_of_an_add_may_be_the_product(swapped: bool) -> None:
+    t = Trace("bfloat16")
+    x = t.embed(t.token_ids, "embed", 8, 32)
+    y = t.linear(t.rms_norm(x, "norm", eps=1e-6), "o", 32)
+    graph = t.graph(t.add(y, x) if swapped else t.add(x, y))
+    (step,) = (step for step in fuse_residuals(list(with_matmuls(graph.nodes))) if isinstance(step, Matmul))
+    assert (step.epilogue, step.residual) == ("add", x)
+
+
+def test_a_product_added_to_itself_or_read_elsewhere_stays() -> None:
+    t = Trace("bfloat16")
+    x = t.embed(t.token_ids, "embed", 8, 32)
+    y = t.linear(x, "a", 32)
+    graph = t.graph(t.add(t.add(y, y), x))
+    assert kinds(fuse_residuals(list(with_matmuls(graph.nodes)))) == {"embed": 1, "store of 1": 1, "add": 2}
+
+
+def test_only_products_of_one_input_are_merged() -> None:
+    t = Trace("bfloat16")
+    x = t.embed(t.token_ids, "embed", 8, 32)
+    y = t.rms_norm(x, "norm", eps=1e-6)
+    graph = t.graph(t.add(t.linear(x, "a", 32), t.linear(y, "b", 32)))
+    assert kinds(merge_projections(list(with_matmuls(graph.nodes))))["store of 1"] == 2
