@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/kernels/*.cpp csrc/kernels/*.h)
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench sanitize clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -33,16 +34,24 @@ format: $(VENV)/.dev  ## let ruff mend what it can
 bench: $(VENV)/.dev  ## the benchmarks that need no peer
 	$(BIN)/python benchmarks/scheduler.py
 
+sanitize: $(VENV)/.dev  ## the native runtime under the thread, address and undefined-behaviour sanitizers
+	PYTHON=$(abspath $(BIN))/python csrc/tests/sanitize.sh
+
 clean:  ## remove the environment and caches of tools
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) install -q -c constraints.txt -e '.[torch]'
+# What builds the native runtime; a compiler comes from the machine, cmake and ninja from the package index.
+$(VENV)/.build: $(VENV)/bin/python constraints.txt
+	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	touch $@
+
+$(VENV)/.runtime: $(VENV)/.build pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	$(PIP) install -q -c constraints.txt -e '.[torch,dev]'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[torch,dev]'
 	touch $@

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Builds the native runtime with sanitizers and runs what drives it: the pool's own test under ThreadSanitizer, then the
+# Python tests of kernels, sampling and backend under AddressSanitizer and UndefinedBehaviorSanitizer.
+# PYTHON: an interpreter with octavo's dev dependencies, cmake and ninja. Extra arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3}
+export PATH="$(dirname "$("$python" -c 'import sys; print(sys.executable)')"):$PATH"
+work=build/sanitize
+mkdir -p $work
+
+g++ -std=c++20 -O1 -g -fsanitize=thread -Icsrc csrc/pool.cpp csrc/tests/pool_test.cpp -o $work/pool_test -pthread
+$work/pool_test
+
+# Python itself is not instrumented: the sanitizer's runtime is loaded before it, and its leaks are not ours.
+cmake -S . -B $work/address -G Ninja -DPython_EXECUTABLE="$(command -v "$python")" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+  -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" > /dev/null
+ninja -C $work/address > $work/ninja.log || { tail -n 40 $work/ninja.log; exit 1; }
+rm -rf $work/tree && mkdir -p $work/tree
+cp -r octavo tests pyproject.toml $work/tree/
+cp $work/address/_native*.so $work/tree/octavo/
+cd $work/tree
+PYTHONPATH=$PWD ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
+  "$python" -m pytest -q -p no:cacheprovider -m "not slow" tests/native tests/backends/test_cpu_backend.py \
+  tests/backends/test_cpu_bits.py -k "not pages_are_committed" "$@"
