@@ -2,6 +2,9 @@
 #include "kernels/vec_avx512.h"
 
 #include "kernels/table.h"
+#if defined(OCTAVO_EMULATE_TILES)
+#include "kernels/emulated_tiles.h"
+#endif
 #include "kernels/tiles.h"
 
 namespace octavo {

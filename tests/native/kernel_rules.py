@@ -1,7 +1,7 @@
 """The rules of csrc/kernels.h, written out in numpy float32: slow, literal, and sharing nothing with the kernels.
 
-Every elementwise operation of numpy on float32 is one IEEE operation, so that these give the very bits that a kernel must
-give. bfloat16 arrays are uint16, as in the bindings. Data must stay clear of subnormals, which numpy does not flush.
+Every elementwise operation of numpy on float32 is one IEEE operation, so that these give the very bits that a kernel
+must give. bfloat16 arrays are uint16, as in the bindings. Keep data clear of subnormals, which numpy does not flush.
 """
 
 import numpy as np
@@ -70,14 +70,15 @@ def exp(x: Floats) -> Floats:
 
 
 def tanh(x: Floats) -> Floats:
-    a = np.abs(x)
-    z = x * x
-    p = F32(-5.70497848e-3)
-    for c in (2.06390787e-2, -5.37397098e-2, 1.33314422e-1, -3.33332807e-1):
-        p = p * z + F32(c)
-    small = (p * z) * a + a
-    large = F32(1) - F32(2) / (exp(a + a) + F32(1))
-    return np.copysign(np.where(a < F32(0.625), small, large), x)
+    with np.errstate(over="ignore", invalid="ignore"):
+        a = np.abs(x)
+        z = x * x
+        p = F32(-5.70497848e-3)
+        for c in (2.06390787e-2, -5.37397098e-2, 1.33314422e-1, -3.33332807e-1):
+            p = p * z + F32(c)
+        small = (p * z) * a + a
+        large = F32(1) - F32(2) / (exp(a + a) + F32(1))
+        return np.copysign(np.where(a < F32(0.625), small, large), x)
 
 
 def silu(x: Floats) -> Floats:
