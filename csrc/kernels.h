@@ -11,8 +11,13 @@
 // * Other reductions run over 16 lanes: element i goes to lane i % 16, lanes accumulate in order, and the lanes are then
 //   added in a fixed tree: 8 + 8, 4 + 4, 2 + 2, 1 + 1 (lane i with lane i + 8, then i + 4, i + 2, i + 1).
 // * A row's result never depends on which other rows there are, nor on how rows, columns or heads are cut into ranges.
-// * exp, tanh, sigmoid are our own polynomials over mul and add (math.h of this folder; never libm); division and square
-//   root are IEEE's. Subnormals are flushed (FTZ and DAZ are set by the pool's threads, as AMX does by itself).
+// * exp (within 1 ulp) and tanh (2 ulps) are our own polynomials over mul and add (kernels/math.h; never libm); division and
+//   square root are IEEE's. silu(x) = x / (1 + exp(-x)); gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
+// * Subnormals are flushed (FTZ and DAZ are set by the pool's threads, as AMX does by itself; float_mode.h). In bfloat16, every
+//   NaN is written as 0x7fc0 and every subnormal as zero of its sign.
+//
+// One limit: a product below 2^-126 is flushed by mul + add and not by an FMA, so that tables without FMA (portable) may differ
+// from the others where a chunk's sum is below about 2^-100. Next to anything larger this vanishes in rounding.
 #pragma once
 
 #include <cstdint>
