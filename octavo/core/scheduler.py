@@ -197,13 +197,16 @@ class Scheduler:
     def _admit(self, head: Sequence, index: int, plan: StepPlan) -> bool:
         """Lets the first in line in at `running[index]` if it finds room, at the cost of those after it if need be.
 
-        It must find room for all its known tokens, not only for its first chunk, and a block for each sequence that
-        runs already: else it would soon be the one that is preempted.
+        It must find room for all its known tokens, not only for its first chunk, and a block for each sequence before
+        it that may still need one: else it would soon be the one that is preempted.
         """
         running, pool = self.running, self.blocks.pool
         needed = self.blocks.blocks_for(len(head.tokens))
         free, survivors = pool.num_free, len(running)
-        while needed + survivors > free or survivors >= self.max_num_seqs:
+        if survivors == index and (survivors >= self.max_num_seqs or needed > free):
+            return False  # the usual answer, without a look at those that run
+        needed += sum(map(self._may_grow, running[:index]))
+        while needed > free or survivors >= self.max_num_seqs:
             if survivors == index:
                 return False
             survivors -= 1
@@ -227,6 +230,9 @@ class Scheduler:
             )
         head.status = Status.RUNNING
         return True
+
+    def _may_grow(self, sequence: Sequence) -> bool:
+        return self.blocks.missing(sequence, sequence.max_length - 1) > 0
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Grows the block table for `num_tokens`, preempting from the end of the order; False when that is itself."""

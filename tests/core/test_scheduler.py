@@ -350,8 +350,8 @@ class TestPreemption:
         for i in range(3):
             engine.scheduler.add(make_sequence(i, prompt=5, new_tokens=3))
         engine.step()  # two blocks each, three are free
-        engine.scheduler.add(make_sequence(3, prompt=9, new_tokens=2, priority=-1))
-        plan = engine.step()  # three blocks, and one for each of two that go on: two more than are free
+        engine.scheduler.add(make_sequence(3, prompt=13, new_tokens=2, priority=-1))
+        plan = engine.step()  # four blocks: one more than are free
         assert (plan.preempted, plan.seq_ids) == ([2], [3, 0, 1])
 
 

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from octavo.core import Sequence, Status, StepPlan
+from octavo.core import Scheduler, Sequence, Status, StepPlan
 from octavo.errors import RequestError
 from tests.core.helpers import PARAMS, ShadowWorker, make_scheduler
 
@@ -309,24 +309,31 @@ def check_last_had_no_room(machine: SchedulerMachine, left_out: list[int], budge
 
 
 def check_admitted_with_room(machine: SchedulerMachine, before: Before, plan: StepPlan, admitted: int) -> None:
-    """Whoever came in found room for all its known tokens, and a block for each of the others."""
+    """Whoever came in found room for all its known tokens, and a block for each before it that may need one."""
     scheduler = machine.scheduler
     others = [s.seq_id for s in scheduler.running if s.seq_id != admitted]
     earlier = {i for i in others if machine.order[i] < machine.order[admitted]}
-    ran_then = earlier | (set(before.running) & set(others))
     free = before.free - sum(len(plan.new_blocks.get(i, [])) for i in earlier)
     free += sum(len(before.tables[i]) for i in plan.preempted)
-    assert scheduler.blocks.blocks_for(len(scheduler.sequences[admitted].tokens)) + len(ran_then) <= free
+    growing = {i for i in earlier if may_grow(scheduler, i, before.tables.get(i, []), plan)}
+    assert scheduler.blocks.blocks_for(len(scheduler.sequences[admitted].tokens)) + len(growing) <= free
+
+
+def may_grow(scheduler: Scheduler, seq_id: int, table: list[int], plan: StepPlan) -> bool:
+    """Whether a sequence may still need a block, with what the plan has given it."""
+    held = len(table) + len(plan.new_blocks.get(seq_id, []))
+    return scheduler.blocks.blocks_for(scheduler.sequences[seq_id].max_length - 1) > held
 
 
 def check_victims_were_needed(machine: SchedulerMachine, before: Before, plan: StepPlan, admitted: list[int]) -> None:
     """With the last victim kept, there would be no seat or no room.
 
     Room is what the rule of admission wants: the rest of the known tokens of those admitted, and a block for each that
-    runs.
+    runs and may still need one.
     """
     scheduler, manager = machine.scheduler, machine.scheduler.blocks
-    reserved = len(scheduler.running) + sum(
+    growing = [s for s in scheduler.running if manager.missing(s, s.max_length - 1) > 0]
+    reserved = len(growing) + sum(
         manager.missing(scheduler.sequences[i], len(scheduler.sequences[i].tokens)) for i in admitted
     )
     kept = min(plan.preempted, key=machine.order.__getitem__)
@@ -345,7 +352,8 @@ def check_head_had_no_room(machine: SchedulerMachine, before: Before, plan: Step
     budget = machine.budget - sum(counts.get(i, 0) for i in earlier)
     free = before.free - sum(len(plan.new_blocks.get(i, [])) for i in earlier)
     free += sum(len(before.tables[i]) for i in later)
-    needed = scheduler.blocks.blocks_for(len(scheduler.sequences[head].tokens)) + len(earlier)
+    growing = [i for i in earlier if may_grow(scheduler, i, before.tables.get(i, []), plan)]
+    needed = scheduler.blocks.blocks_for(len(scheduler.sequences[head].tokens)) + len(growing)
     assert budget == 0 or len(earlier) >= machine.max_num_seqs or needed > free
 
 
