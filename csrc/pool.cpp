@@ -11,8 +11,8 @@ namespace octavo {
 
 namespace {
 
-constexpr int kSpins = 2000;     // about 50 microseconds: longer than most ops of a decode step are uneven by
-constexpr int kFewestSpins = 50; // enough to notice that spinning would pay again
+constexpr int kSpins = 1000;      // some 25 microseconds: about as much as the shares of an op of a decode step are uneven by
+constexpr int kFewestSpins = 50;  // enough to notice that spinning would pay again
 
 inline void pause() {
 #if defined(__x86_64__)

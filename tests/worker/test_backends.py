@@ -1,0 +1,57 @@
+"""Which backend `auto` means, and what is said when the native runtime is missing."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.engine import LLMEngine
+from octavo.errors import ConfigError
+from octavo.worker import backends
+
+
+def boot(path: Path, **options: object) -> str:
+    engine = LLMEngine.from_options(str(path), num_kv_blocks=8, num_threads=1, **options)
+    report = str(engine.boot_report)
+    engine.close()
+    return report
+
+
+def test_auto_is_the_native_runtime_where_there_is_no_gpu(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "GPU_DEVICES", (tiny_llama / "no such device",))
+    assert " on cpu (" in boot(tiny_llama)
+    assert " on cpu (" in boot(tiny_llama, device="cpu")
+
+
+def test_torch_when_asked(tiny_llama: Path) -> None:
+    assert " on torch " in boot(tiny_llama, backend="torch")
+
+
+@pytest.mark.parametrize(("torch_finds", "wanted"), [("cpu", False), ("cuda:0", True)])
+def test_auto_asks_torch_where_a_gpu_may_be(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, torch_finds: str, wanted: bool
+) -> None:
+    """A device file alone is not enough: torch must be able to use it."""
+    monkeypatch.setattr(backends, "GPU_DEVICES", (tiny_llama,))
+    monkeypatch.setattr("octavo.backends.torch.resolve_device", lambda device: torch_finds)
+    assert backends._wants_gpu(EngineConfig(str(tiny_llama))) is wanted
+    assert not backends._wants_gpu(EngineConfig(str(tiny_llama), device="cpu"))
+
+
+def test_a_missing_native_runtime_is_told(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("octavo.backends.cpu")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "octavo._native", None)
+    with caplog.at_level(logging.WARNING, "octavo"):
+        report = boot(tiny_llama)
+    assert " on torch " in report
+    assert "the native runtime cannot be loaded" in report.splitlines()[-1]
+    assert "event=native_runtime_missing" in caplog.text
+    with pytest.raises(ConfigError, match=r"backend='cpu': the native runtime cannot be loaded"):
+        boot(tiny_llama, backend="cpu")
