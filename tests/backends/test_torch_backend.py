@@ -27,11 +27,13 @@ def greedy(count: int) -> SamplingRows:
         temperature=np.zeros(count),
         top_k=np.zeros(count, np.int32),
         top_p=np.ones(count),
+        min_p=np.zeros(count),
         seed=np.zeros(count, np.uint64),
         choice=np.zeros(count, np.uint64),
         position=np.zeros(count, np.uint64),
         num_logprobs=np.full(count, 2, np.int32),
         target=np.full(count, -1, np.int32),
+        shaping=[None] * count,
     )
 
 
