@@ -32,7 +32,7 @@ _INTEGERS: dict[str, tuple[int, int | None]] = {
     "best_of": (1, MAX_CHOICES),
     "top_k": (-1, MAX_TOP_K),
     "seed": (0, MAX_SEED),
-    "max_tokens": (1, None),
+    "max_tokens": (0, None),
     "min_tokens": (0, None),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
@@ -62,7 +62,8 @@ class SamplingParams:
         allowed_token_ids: sample none but these; None allows all.
         bad_words: texts that the output shall not hold, as a word or after a space; at most 1024.
         seed: makes the request repeatable whatever else runs; None draws one from the engine's seed.
-        max_tokens: most tokens to generate; None means up to the end of the context.
+        max_tokens: most tokens to generate; None means up to the end of the context. 0 scores the prompt: it is
+            computed, for its `prompt_logprobs`, and nothing is generated; such a prompt may fill the whole context.
         min_tokens: no end-of-sequence token, stop token or stop string before that many tokens.
         stop: the request ends when its text holds one of these, at most 16; the text is cut before it.
         include_stop_str_in_output: keep the text of what stopped the request, a stop string or a stop token.

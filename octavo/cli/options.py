@@ -23,7 +23,7 @@ _SAMPLING_HELP = {
     "logit_bias": "added to the logits of these ids, -100 to 100 each",
     "allowed_token_ids": "sample none but these",
     "bad_words": "text that the output shall not hold; give the flag once for each",
-    "max_tokens": "most tokens to generate; 0 or less means up to the end of the context",
+    "max_tokens": "most tokens to generate; -1 means up to the end of the context, 0 only scores the prompt",
     "min_tokens": "nothing ends the output before that many tokens",
     "stop": "text that ends the output, and is cut from it; give the flag once for each",
     "include_stop_str_in_output": "keep the text that stopped the output",
@@ -81,7 +81,7 @@ def engine_from(args: argparse.Namespace) -> EngineConfig:
 def sampling_from(args: argparse.Namespace) -> SamplingParams:
     names = {f.name for f in fields(SamplingParams) if f.name != "seed"}
     values = {name: value for name, value in vars(args).items() if name in names}
-    if values["max_tokens"] is not None and values["max_tokens"] <= 0:
+    if values["max_tokens"] is not None and values["max_tokens"] == -1:
         values["max_tokens"] = None
     return SamplingParams(**values)
 

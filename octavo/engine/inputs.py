@@ -52,20 +52,16 @@ class InputProcessor:
             _check_ids("prompt_token_ids with prompt_logprobs", tokens, self.vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, self.model.vocab_size)
         bans = self._bans(params)
-        if len(tokens) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens; the context holds {self.max_model_len}, and at least one must "
-                "be left to generate: shorten the prompt"
-            )
+        self._check_length(len(tokens), scores=params.max_tokens == 0)
         room = self.max_model_len if params.max_tokens is None else len(tokens) + params.max_tokens
         first = SequenceRequest(
             seq_id=self._num_sequences,
             tokens=tokens,
             params=params if params.num_choices == params.n else _ranked(params),
             seed=request_seed(self.seed, self._num_requests) if params.seed is None else params.seed,
-            max_length=min(room, self.max_model_len),
-            stop_token_ids=frozenset(params.stop_token_ids)
-            | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            # To score a prompt is to compute it for a token that is then dropped, even past the end of the context.
+            max_length=len(tokens) + 1 if params.max_tokens == 0 else min(room, self.max_model_len),
+            stop_token_ids=self._stop_token_ids(params),
             priority=priority,
             arrival_time=time.monotonic(),
             bans=bans,
@@ -73,6 +69,22 @@ class InputProcessor:
         self._num_requests += 1
         self._num_sequences += params.num_choices
         return Request(params, [first, *_further_choices(first, params.num_choices)])
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        if params.max_tokens == 0:
+            return frozenset()
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+
+    def _check_length(self, count: int, *, scores: bool) -> None:
+        if scores and count > self.max_model_len:
+            raise RequestError(
+                f"the prompt has {count} tokens; the context holds {self.max_model_len}: shorten the prompt"
+            )
+        if not scores and count >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {count} tokens; the context holds {self.max_model_len}, and at least one must be left "
+                "to generate: shorten the prompt, or score it with max_tokens=0"
+            )
 
     def _bans(self, params: SamplingParams) -> Bans:
         _check_ids("logit_bias", (token for token, _ in params.logit_bias), self.vocab_size)

@@ -93,6 +93,8 @@ class OutputProcessor:
         completion = choice.completion
         if live.output.prompt_logprobs is not None:
             live.output.prompt_logprobs += [self._with_text(entry) for entry in update.prompt_logprobs]
+        if live.params.max_tokens == 0:
+            return  # the one token that was sampled is not asked for
         if update.token_id is not None:
             completion.token_ids.append(update.token_id)
             self.num_generated_tokens += 1

@@ -40,7 +40,7 @@ class RequestSlots:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         max_blocks = -(-max_model_len // block_size)
-        self.tokens = np.empty((max_num_seqs, max_model_len), np.int32)
+        self.tokens = np.empty((max_num_seqs, max_model_len + 1), np.int32)  # one more: a scored prompt may be full
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.length = np.zeros(max_num_seqs, np.int32)  # known tokens
         self.num_blocks = np.zeros(max_num_seqs, np.int32)

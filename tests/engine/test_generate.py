@@ -198,6 +198,33 @@ def test_padding_ids_are_never_sampled(tiny_llama: Path, tmp_path: Path) -> None
             assert max(tokens) < llm.engine.tokenizer.vocab_size
 
 
+class TestScoring:
+    """max_tokens=0 (CASES 2 and 3, offline): the prompt comes back with its logprobs, and nothing is generated."""
+
+    @pytest.mark.parametrize("chunk", [2048, 7])
+    def test_a_prompt_as_long_as_the_context(self, llm: LLM, tiny_llama: Path, chunk: int) -> None:
+        prompt = {"prompt_token_ids": [3 + i * 7 % 300 for i in range(256)]}
+        generated = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+        with LLM(str(tiny_llama), num_kv_blocks=16, num_threads=1, max_num_batched_tokens=chunk) as other:
+            (scored,) = other.generate(prompt, SamplingParams(max_tokens=0, prompt_logprobs=2))
+        (expected,) = llm.generate({"prompt_token_ids": prompt["prompt_token_ids"][:255]}, generated)
+        assert scored.prompt_logprobs[:255] == expected.prompt_logprobs
+        assert len(scored.prompt_logprobs) == 256
+        completion = scored.outputs[0]
+        assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "length")
+
+    def test_without_logprobs_too_and_never_stopped_by_an_end_token(self, llm: LLM) -> None:
+        every = SamplingParams(max_tokens=0, stop_token_ids=tuple(range(320)), stop="e", logprobs=1)
+        (output,) = llm.generate("the quick", every)
+        completion = output.outputs[0]
+        assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "length")
+        assert (completion.logprobs, completion.cumulative_logprob, completion.stop_reason) == ([], 0.0, None)
+
+    def test_a_prompt_longer_than_the_context(self, llm: LLM) -> None:
+        with pytest.raises(RequestError, match="the prompt has 257 tokens; the context holds 256: shorten"):
+            llm.generate({"prompt_token_ids": [5] * 257}, SamplingParams(max_tokens=0))
+
+
 class TestRefusals:
     """Each names the value and the limit, and nothing else is lost."""
 

@@ -43,7 +43,7 @@ PROMPTS = [
 def test_greedy_continuations_and_logprobs_equal_transformers(model: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(model).path
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=3, prompt_logprobs=0)
-    with LLM(str(path), max_model_len=512, num_kv_blocks=1024, dtype="float32") as llm:
+    with LLM(str(path), max_model_len=512, num_kv_blocks=1024, backend="torch", dtype="float32") as llm:
         outputs = llm.generate(PROMPTS, params)
     reference = gguf_reference(path)
     worst, close_calls = 0.0, 0
