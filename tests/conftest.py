@@ -1,6 +1,7 @@
 """Fixtures that several packages' tests share: the two real models."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before any import of huggingface_hub or tr
 os.environ["OMP_NUM_THREADS"] = "1"  # and of torch: tests run in parallel, and two pools that spin on one core crawl
 
 from octavo.weights import Checkpoint, open_checkpoint, resolve_model
+
+# A runner in the background is started with SIGINT ignored, which its children inherit: tests of Ctrl-C need it back.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
