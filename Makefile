@@ -32,7 +32,9 @@ format: $(VENV)/.dev  ## let ruff mend what it can
 	$(BIN)/ruff format octavo tests benchmarks
 
 bench: $(VENV)/.dev  ## the benchmarks that need no peer
-	$(BIN)/python benchmarks/scheduler.py
+	$(PIP) install -q -c constraints.txt matplotlib
+	$(BIN)/python benchmarks/scheduler.py --json benchmarks/results/scheduler.json
+	$(BIN)/python benchmarks/memory.py --json benchmarks/results/memory.json
 
 sanitize: $(VENV)/.dev  ## the native runtime under the thread, address and undefined-behaviour sanitizers
 	PYTHON=$(abspath $(BIN))/python csrc/tests/sanitize.sh
