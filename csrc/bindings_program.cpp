@@ -111,7 +111,6 @@ nb::tuple step_and_sample(Program& program, nb::handle batch, nb::handle rows, i
                           nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> copies) {
   const BatchArrays arrays(batch);
   const Step step = arrays.step();
-  program.check(step);
   const auto count = static_cast<std::size_t>(step.num_logit_rows);
   if (vocab_size < 1 || vocab_size > program.vocab_size()) throw std::invalid_argument("program: vocab_size");
   if (copies.shape(0) != copy_rows.shape(0) || copies.shape(1) != static_cast<std::size_t>(program.vocab_size())) {
@@ -246,7 +245,8 @@ void bind_program(nb::module_& m) {
            "x"_a, "weight"_a, "bias"_a, "epilogue"_a, "residual"_a, "width"_a, "out"_a)
       .def("logits", [](Program& p, Place x, int weight) { p.logits(view(x), weight); }, "x"_a, "weight"_a)
       .def("softcap", &Program::softcap, "cap"_a)
-      .def("allocate_kv_cache", &Program::allocate_kv_cache, "num_blocks"_a, "block_size"_a)
+      .def("allocate_kv_cache", &Program::allocate_kv_cache, "num_blocks"_a, "block_size"_a,
+           nb::call_guard<nb::gil_scoped_release>())
       .def("kv_cache", &kv_cache, "cache"_a)
       .def("step", &step_and_sample, "batch"_a, "rows"_a.none(), "vocab_size"_a, "copy_rows"_a, "copies"_a);
 }

@@ -17,7 +17,9 @@
 //   NaN is written as 0x7fc0 and every subnormal as zero of its sign.
 //
 // One limit: a product below 2^-126 is flushed by mul + add and not by an FMA, so that tables without FMA (portable) may differ
-// from the others where a chunk's sum is below about 2^-100. Next to anything larger this vanishes in rounding.
+// from the others where a chunk's sum is below about 2^-100. Next to anything larger this vanishes in rounding. At the other
+// end, products past 2^128 are infinite for mul + add, while an FMA may stay finite; and ARM64 tells a subnormal before
+// rounding, x86 after it.
 #pragma once
 
 #include <cstdint>
@@ -162,11 +164,10 @@ extern const Kernels kPortable;
 extern const Kernels kAvx2, kAvx512, kAvx512Bf16, kAmx;
 #endif
 
-// Tables that this CPU and operating system can run, slowest first; the first is always portable.
+// Tables that this CPU and operating system can run, slowest first; the first is always portable. Asks the kernel for the
+// AMX tile state (arch_prctl) before it names amx.
 int available(const Kernels** out, int capacity);
 // By name; null when there is none of that name here.
 const Kernels* find(const char* name);
-
-// Asks the kernel for the AMX tile state (arch_prctl); must have succeeded once before a thread uses kAmx. Part of `available`.
 
 }  // namespace octavo

@@ -61,8 +61,10 @@ Pool::Pool(int num_threads) : process_(getpid()), sleep_(kSpins), barrier_(num_t
 Pool::~Pool() { stop(); }
 
 void Pool::stop() {
-  if (getpid() != process_) {  // a fork: they live in the parent only
-    for (std::thread& worker : workers_) worker.detach();
+  if (getpid() != process_) {
+    // A fork: the threads live in the parent only, and their handles here may by now be those of another pool's. So
+    // nothing is done with them: they are left in memory that nobody frees.
+    new std::vector<std::thread>(std::move(workers_));
     return;
   }
   task_ = nullptr;
@@ -71,8 +73,12 @@ void Pool::stop() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-void Pool::run(const std::function<void(int)>& task) {
+void Pool::require_own_process() const {
   if (getpid() != process_) throw std::runtime_error("this engine was made before a fork; make one in the child");
+}
+
+void Pool::run(const std::function<void(int)>& task) {
+  require_own_process();
   const FlushSubnormals guard;
   task_ = &task;
   runs_.fetch_add(1, std::memory_order_release);

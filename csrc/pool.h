@@ -58,6 +58,9 @@ class Pool {
   // flushed inside. A task must not throw; one `run` at a time. Raises std::runtime_error after a fork.
   void run(const std::function<void(int thread)>& task);
 
+  // Raises std::runtime_error in a child of the process that made the pool.
+  void require_own_process() const;
+
   // Inside a task: returns once every thread of the pool has called it.
   void barrier() { barrier_.wait(); }
 

@@ -22,6 +22,12 @@ void Program::check_view(View view, int width) const {
           "columns past the end of a buffer");
 }
 
+// Products read whole chunks of k: the zeros behind a last, short one must be the buffer's own.
+void Program::check_operand(View view, int k) const {
+  check_view(view, k);
+  require(view.column % kChunk == 0, "a product reads from a column that is a multiple of 32");
+}
+
 int Program::add_buffer(int width, bool selected) {
   require(width > 0, "a buffer needs columns");
   runtime_.buffers.push_back({width, selected, {}});
@@ -136,7 +142,7 @@ void Program::attention(View q, int cache, int heads, int window, float scale, f
 void Program::matmul(View x, int weight, int bias, Epilogue epilogue, View residual, int width, View out) {
   const PackedWeight& w = runtime_.weights.at(weight).packed;
   const bool gated = epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluMul;
-  check_view(x, w.k);
+  check_operand(x, w.k);
   check_view(out, width);
   if (epilogue == Epilogue::kAdd) check_view(residual, width);
   require(epilogue != Epilogue::kFloat, "float32 rows are logits: use that");
@@ -149,7 +155,7 @@ void Program::matmul(View x, int weight, int bias, Epilogue epilogue, View resid
 
 void Program::logits(View x, int weight) {
   const PackedWeight& w = runtime_.weights.at(weight).packed;
-  check_view(x, w.k);
+  check_operand(x, w.k);
   require(runtime_.buffers[x.buffer].selected && head_.empty(), "logits come once, from selected rows");
   require(w.n == vocab_size_, "the output projection and the embedding differ in vocabulary");
   head_.push_back(std::make_unique<LogitsOp>(x, weight));
@@ -163,6 +169,7 @@ void Program::softcap(float cap) {
 void Program::allocate_kv_cache(std::int64_t num_blocks, int block_size) {
   require(block_size > 0 && block_size % kPanel == 0, "the block size must be a multiple of 16");
   require(num_blocks > 0, "a KV cache needs blocks");
+  pool_.require_own_process();
   const std::lock_guard lock(mutex_);
   num_blocks_ = 0;
   for (Cache& cache : runtime_.caches) cache.keys = cache.values = nullptr;
@@ -197,7 +204,7 @@ void Program::check(const Step& step) const {
   }
   for (int r = 0; r < step.num_sequences; ++r) {
     const int first = step.query_starts[r], last = step.query_starts[r + 1] - 1;
-    require(first <= last, "a sequence without tokens in the step");
+    require(first <= last && last < step.num_tokens, "query_starts do not rise from 0 to the number of tokens");
     require(step.positions[first] >= 0, "negative position");
     for (int i = first; i <= last; ++i) {
       require(step.positions[i] == step.positions[first] + i - first, "positions of a sequence have gaps");
@@ -218,6 +225,7 @@ void Program::grow(const Step& step) {
   for (int selected = 0; selected < 2; ++selected) {
     if (rows[selected] <= capacity_[selected]) continue;
     const std::int64_t capacity = std::max(rows[selected], std::min<std::int64_t>(2 * capacity_[selected], 4096));
+    capacity_[selected] = 0;  // should memory run out half-way, the next step starts over
     for (Buffer& buffer : runtime_.buffers) {
       if (buffer.selected == (selected == 1)) {
         buffer.memory = Memory();
@@ -252,7 +260,9 @@ void Program::prepare(std::vector<std::unique_ptr<Op>>& ops) {
 }
 
 void Program::step(const Step& step, const LogitsUse& use) {
+  pool_.require_own_process();  // before the lock: a fork may have copied it while it was held
   const std::lock_guard lock(mutex_);
+  check(step);
   runtime_.step = step;
   grow(step);
   for (AttentionPlan& plan : runtime_.attention_plans) plan_attention(step, plan);

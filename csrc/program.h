@@ -59,10 +59,10 @@ class Program {
   // Zeroed lazily by the system; a cache that was there is dropped. block_size: a multiple of 16.
   void allocate_kv_cache(std::int64_t num_blocks, int block_size);
 
-  // Runs one step; the arrays must have been checked with `check`. Steps of two threads run one after the other.
+  // Runs one step; steps of two threads run one after the other. Raises std::invalid_argument, before anything is
+  // written, for ids, slots, blocks or rows that are out of range: a step never leaves its memory. Raises
+  // std::runtime_error after a fork, and std::bad_alloc where the buffers cannot grow; a smaller step may follow that.
   void step(const Step& step, const LogitsUse& use);
-  // Raises std::invalid_argument for ids, slots, blocks or rows that are out of range: a step never leaves its memory.
-  void check(const Step& step) const;
 
   const Kernels& kernels() const { return runtime_.kernels; }
   int num_threads() const { return pool_.num_threads(); }
@@ -73,6 +73,8 @@ class Program {
  private:
   void require(bool condition, const char* what) const;
   void check_view(View view, int width) const;
+  void check_operand(View view, int k) const;
+  void check(const Step& step) const;
   void grow(const Step& step);
   void prepare(std::vector<std::unique_ptr<Op>>& ops);
   void run(std::vector<std::unique_ptr<Op>>& ops, Share share);
@@ -82,7 +84,7 @@ class Program {
 
   Runtime runtime_;
   Pool pool_;
-  std::mutex mutex_;  // of step
+  std::mutex mutex_;  // of step and of the caches
   std::vector<std::unique_ptr<Op>> body_, head_;
   int vocab_size_ = 0;
   std::int64_t num_blocks_ = 0;
