@@ -97,7 +97,7 @@ class EngineConfig:
         default="auto", metadata={"help": "of weights and activations; auto: bfloat16, but float32 for torch on a CPU"}
     )
     quantization: str | None = field(
-        default=None, metadata={"help": "'none' expands the weights to dtype, as does the default on the torch backend"}
+        default=None, metadata={"help": "'none' expands the weights to dtype, as does the default as yet"}
     )
     max_model_len: int | None = field(
         default=None, metadata={"help": "longest context in tokens; the model's own, or what the KV pool holds"}
@@ -133,11 +133,9 @@ class EngineConfig:
         _one_of("scheduling_policy", self.scheduling_policy, "fcfs", "priority")
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), str(f.type))
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "kv_cache_memory_bytes", "num_kv_blocks", "num_threads"):
+        for name, most in _MOST.items():
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                _between(name, getattr(self, name), 1, most)
         if self.kv_cache_memory_bytes is not None and self.num_kv_blocks is not None:
             raise ConfigError("kv_cache_memory_bytes and num_kv_blocks both size the KV pool: give one of them")
         self._refuse_what_comes_later()
@@ -158,6 +156,18 @@ class EngineConfig:
             raise ConfigError(
                 f"distributed_executor_backend={self.distributed_executor_backend!r} is not supported yet; use None"
             )
+
+
+# What the arrays that hold these can count, or more than any machine has.
+_MOST = {
+    "block_size": 2**20,
+    "max_num_seqs": 2**16,
+    "max_num_batched_tokens": 2**31 - 1,
+    "max_model_len": 2**31 - 1,
+    "kv_cache_memory_bytes": 2**60,
+    "num_kv_blocks": 2**31 - 1,
+    "num_threads": 2**16,
+}
 
 
 def engine_config(model: str, options: dict[str, Any]) -> EngineConfig:
@@ -193,6 +203,6 @@ def _one_of(name: str, value: str, *allowed: str) -> None:
         raise ConfigError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
 
 
-def _at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise ConfigError(f"{name}={value}: must be at least {low}")
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name}={value}: must be at least {low} and at most {high}")

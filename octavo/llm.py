@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -60,16 +60,18 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is refused. All are checked before any runs, so nothing is lost.
         """
-        batch: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        params = _one_each(sampling_params or SamplingParams(), len(batch), "sampling_params", SamplingParams)
-        priorities = _one_each(priority if priority is not None else 0, len(batch), "priority", int)
+        batch: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else _listed(prompts, "prompts")
+        default = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each(default, len(batch), "sampling_params", SamplingParams)
+        priorities = _one_each(0 if priority is None else priority, len(batch), "priority", int)
         requests = []
         for i, (prompt, own, rank) in enumerate(zip(batch, params, priorities, strict=True)):
             try:
                 requests.append(self.engine.process_prompt(prompt, own, rank))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from error
-        ids = [str(self._num_requests + i) for i in range(len(batch))]
+        # No id that a caller gives to `engine.add_request` is likely to look like these.
+        ids = [f"LLM.generate-{self._num_requests + i}" for i in range(len(batch))]
         self._num_requests += len(batch)
         try:
             for request_id, prompt, request in zip(ids, batch, requests, strict=True):
@@ -188,10 +190,16 @@ def run_until_idle(
     return finished
 
 
+def _listed(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, Iterable):
+        raise RequestError(f"{name}={value!r}: expected one, or a list")
+    return list(value)
+
+
 def _one_each(value: Any, count: int, name: str, kind: type) -> list[Any]:
     if isinstance(value, kind):
         return [value] * count
-    values = list(value)
+    values = _listed(value, name)
     if len(values) != count:
         raise RequestError(f"{name} has {len(values)} entries for {count} prompts; give one, or one for each")
     return values

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from octavo.cli.fetch import fetch
 from octavo.cli.options import add_engine_flags, add_sampling_flags, engine_from, sampling_from
+from octavo.cli.terminal import show
 from octavo.config import DEMO_MODEL
 from octavo.engine import LLMEngine
 from octavo.errors import OctavoError, RequestError
@@ -37,8 +38,6 @@ Ctrl-C         stop the reply; what was said stays in the conversation
 A message that begins with a slash: put a space before it."""
 
 _REQUEST = "reply"
-# What could move the cursor or worse, if a model wrote it to a terminal.
-_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -215,7 +214,7 @@ class Repl:
                 outputs = [aborted]
             for output in outputs:
                 text = output.outputs[0].text
-                _show(text[shown:])
+                show(text[shown:])
                 shown = len(text)
                 if output.finished:
                     return output
@@ -241,11 +240,6 @@ class Repl:
 
     def _tell(self, text: str) -> None:
         self.notes.print(text, markup=False)
-
-
-def _show(text: str) -> None:
-    if text:
-        print(text.translate(_CONTROLS) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 @contextmanager

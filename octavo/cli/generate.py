@@ -15,6 +15,7 @@ from rich.text import Text
 
 from octavo.cli.fetch import fetch
 from octavo.cli.options import add_engine_flags, add_sampling_flags, engine_from, sampling_from
+from octavo.cli.terminal import show
 from octavo.config import DEMO_MODEL
 from octavo.engine import LLMEngine
 from octavo.errors import OctavoError, RequestError
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             refused += 1
             print(f"octavo: error: prompt {i}: {error}", file=sys.stderr)
             if args.json:
-                print(json.dumps({"index": i, "prompt": prompt, "error": str(error)}, ensure_ascii=False), flush=True)
+                _print_record({"index": i, "prompt": prompt, "error": str(error)})
     quiet = False if args.quiet else None
     finished = run_until_idle(
         engine, len(prompts) - refused, progress=quiet, on_finish=_print_json if args.json else None
@@ -88,13 +89,16 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 def _read_file(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: it cuts at characters that may stand inside a prompt.
+        lines = [line.removesuffix("\r") for line in path.read_text(encoding="utf-8").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         raise OctavoError(f"cannot read prompts from {path}: {error}") from error
     if path.suffix != ".jsonl":
         return [line for line in lines if line]
     prompts = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
@@ -107,10 +111,13 @@ def _read_file(path: Path) -> list[str]:
 
 def _print_texts(outputs: list[RequestOutput]) -> None:
     console = Console(highlight=False, soft_wrap=True)
+    bold, plain = ("\x1b[1m", "\x1b[0m") if console.is_terminal and not console.no_color else ("", "")
     for output in outputs:
         for completion in output.outputs:
-            text = Text(output.prompt or "", style="bold") + Text(completion.text, style="not bold")
-            console.print(text)
+            print(bold, end="")
+            show(output.prompt or "")
+            print(plain, end="")
+            show(completion.text + "\n")
             which = f"choice {completion.index + 1} of {len(output.outputs)}, " if len(output.outputs) > 1 else ""
             note = f"[{which}{len(completion.token_ids)} tokens, {completion.finish_reason}]\n"
             console.print(Text(note, style="dim"))
@@ -128,7 +135,12 @@ def _print_json(output: RequestOutput) -> None:
         record["prompt_logprobs"] = [_position(entry) for entry in output.prompt_logprobs]
     if output.error is not None:
         record["error"] = output.error
-    print(json.dumps(record, ensure_ascii=False), flush=True)
+    _print_record(record)
+
+
+def _print_record(record: dict[str, Any]) -> None:
+    """One line; what no encoding can hold (a lone surrogate in a refused prompt) is escaped."""
+    print(json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace").decode(), flush=True)
 
 
 def _choice(completion: CompletionOutput) -> dict[str, Any]:

@@ -20,14 +20,14 @@ _SAMPLING_HELP = {
     "repetition_penalty": "above 1: tokens of prompt and output become less likely",
     "presence_penalty": "taken from the logit of each token in the output",
     "frequency_penalty": "likewise, once for each time that the token is there",
-    "logit_bias": "added to the logits of these ids, -100 to 100 each",
-    "allowed_token_ids": "sample none but these",
+    "logit_bias": "added to the logit of this id, -100 to 100; give the flag once for each",
+    "allowed_token_ids": "sample none but these ids; give the flag once for each",
     "bad_words": "text that the output shall not hold; give the flag once for each",
     "max_tokens": "most tokens to generate; -1 means up to the end of the context, 0 only scores the prompt",
     "min_tokens": "nothing ends the output before that many tokens",
     "stop": "text that ends the output, and is cut from it; give the flag once for each",
     "include_stop_str_in_output": "keep the text that stopped the output",
-    "stop_token_ids": "token ids that end the output",
+    "stop_token_ids": "token id that ends the output; give the flag once for each",
     "ignore_eos": "go on past the end-of-sequence token",
     "logprobs": "report logprobs of this many most likely tokens",
     "prompt_logprobs": "likewise for each token of the prompt",
@@ -43,11 +43,11 @@ def _id_and_bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not an id and a number, as in 42=-1.5") from error
 
 
-# Numbers cannot be mistaken for a prompt, so one flag takes several; a text is one a flag.
+# One value a flag: a flag that takes several would take the prompt for one of them.
 _LISTS: dict[str, dict[str, Any]] = {
-    "stop_token_ids": {"type": int, "nargs": "+", "metavar": "ID"},
-    "allowed_token_ids": {"type": int, "nargs": "+", "metavar": "ID"},
-    "logit_bias": {"type": _id_and_bias, "nargs": "+", "metavar": "ID=BIAS"},
+    "stop_token_ids": {"type": int, "action": "append", "metavar": "ID"},
+    "allowed_token_ids": {"type": int, "action": "append", "metavar": "ID"},
+    "logit_bias": {"type": _id_and_bias, "action": "append", "metavar": "ID=BIAS"},
     "stop": {"action": "append", "metavar": "TEXT"},
     "bad_words": {"action": "append", "metavar": "TEXT"},
 }

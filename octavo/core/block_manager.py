@@ -35,6 +35,5 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Gives all blocks of the sequence back."""
-        for block in reversed(sequence.block_table):
-            self.pool.release(block)
-        sequence.block_table.clear()
+        while sequence.block_table:
+            self.pool.release(sequence.block_table.pop())

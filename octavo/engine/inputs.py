@@ -115,9 +115,11 @@ class InputProcessor:
                 _check_ids("the prompt's tokens", tokens, self.model.vocab_size)
         elif isinstance(prompt, Mapping) and set(prompt) == {"prompt_token_ids"}:
             ids = prompt["prompt_token_ids"]
+            if hasattr(ids, "tolist"):  # of an array: plain numbers
+                ids = ids.tolist()
             if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
                 raise RequestError(f"prompt_token_ids={ids!r}: expected a list of token ids")
-            tokens = ids.tolist() if hasattr(ids, "tolist") else list(ids)  # of an array: plain numbers
+            tokens = list(ids)
             _check_ids("prompt_token_ids", tokens, self.model.vocab_size)
         else:
             shown = repr(prompt)

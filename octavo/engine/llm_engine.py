@@ -7,6 +7,7 @@ from typing import Any
 from octavo.config import EngineConfig, engine_config
 from octavo.engine.core import EngineCore
 from octavo.engine.inputs import InputProcessor, Prompt
+from octavo.engine.interrupts import deferred_interrupt
 from octavo.engine.messages import Request
 from octavo.engine.outputs import OutputProcessor
 from octavo.errors import OctavoError, RequestError
@@ -78,25 +79,33 @@ class LLMEngine:
         """Queues what `process_prompt` returned."""
         if self._closed:
             raise OctavoError("the engine is closed")
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id={request_id!r}: expected text")
         if request_id in self._seq_ids:
             raise RequestError(f"request_id={request_id!r} belongs to an unfinished request; give another")
-        for sequence in request.sequences:  # all of one size: if any is refused, the first is
-            self._core.add(sequence)
-        self._outputs.add(request_id, prompt, request)
-        self._seq_ids[request_id] = [sequence.seq_id for sequence in request.sequences]
+        with deferred_interrupt():
+            for sequence in request.sequences:  # all of one size: if any is refused, the first is
+                self._core.add(sequence)
+            self._outputs.add(request_id, prompt, request)
+            self._seq_ids[request_id] = [sequence.seq_id for sequence in request.sequences]
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step. Returns the requests that it moved, finished ones for the last time."""
-        outputs, stopped = self._outputs.process(self._core.step())
-        self._end(stopped, "stop")
-        for output in outputs:
-            if output.finished:
-                del self._seq_ids[output.request_id]
+        """Runs one step. Returns the requests that it moved, finished ones for the last time.
+
+        A Ctrl-C in the main thread takes effect when the step is done (and its outputs are then not returned).
+        """
+        with deferred_interrupt():
+            outputs, stopped = self._outputs.process(self._core.step())
+            self._end(stopped, "stop")
+            for output in outputs:
+                if output.finished:
+                    del self._seq_ids[output.request_id]
         return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once and returns what it has; None when there is no such unfinished request."""
-        outputs = self._end(self._seq_ids.pop(request_id, []), "abort")
+        with deferred_interrupt():
+            outputs = self._end(self._seq_ids.pop(request_id, []), "abort")
         return outputs[0] if outputs else None
 
     @property

@@ -66,8 +66,8 @@ def plan_memory(config: EngineConfig, model: ModelConfig, backend: Backend) -> M
         num_blocks = min(share, useful)
         if num_blocks < 1:
             raise ConfigError(
-                f"no memory is left for the KV cache: the limit is {limit} bytes and the weights take {weights}; "
-                "free memory, or use a smaller model"
+                f"no memory is left for the KV cache: the limit is {limit} bytes, the weights take {weights}, and one "
+                f"block of {config.block_size} tokens {block_bytes}; use a smaller model or block_size"
             )
     capacity = num_blocks * config.block_size
     if config.max_model_len is not None and config.max_model_len > capacity:

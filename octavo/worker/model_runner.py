@@ -117,9 +117,11 @@ class ModelRunner:
         for i in np.flatnonzero(sampled.token_ids < 0):
             result.errors[plan.seq_ids[rows.owner[i]]] = _FAILURES[int(sampled.token_ids[i])]
         for owner, target, entry in zip(rows.owner.tolist(), rows.target.tolist(), sampled.logprobs, strict=True):
+            seq_id = plan.seq_ids[owner]
+            if target >= 0:
+                self.slots.prompt_row_reported(seq_id)
             if entry is None:
                 continue
-            seq_id = plan.seq_ids[owner]
             if target < 0:
                 result.logprobs[seq_id] = entry
             else:

@@ -98,8 +98,11 @@ class RequestSlots:
         known = self._known[seq_id]
         first = max(start, known.logprobs_from - 1)
         last = min(start + count, known.prompt_length - 1)
-        known.logprobs_from = max(known.logprobs_from, last + 1)
         return first, max(first, last)
+
+    def prompt_row_reported(self, seq_id: int) -> None:
+        """The next of those rows has its logprobs; it will not be asked for again."""
+        self._known[seq_id].logprobs_from += 1
 
     def _take_slot(self, seq_id: int) -> int:
         slot = self._free.pop()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from octavo.config import EngineConfig, ModelConfig
 from octavo.core import StepPlan, StepResult
+from octavo.errors import ConfigError
 from octavo.weights import Checkpoint
 from octavo.worker.backends import make_backend
 from octavo.worker.cache_engine import CacheEngine, MemoryPlan
@@ -69,12 +70,18 @@ class Worker:
         start = time.perf_counter()
         backend, note = make_backend(config, model, checkpoint, vocab_size)
         memory = CacheEngine(backend, config, model).plan
-        self._runner = ModelRunner(
-            backend,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=memory.max_model_len,
-        )
+        try:
+            self._runner = ModelRunner(
+                backend,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=memory.max_model_len,
+            )
+        except MemoryError as error:
+            raise ConfigError(
+                f"max_num_seqs={config.max_num_seqs} sequences of up to {memory.max_model_len} tokens do not fit into "
+                "memory; lower max_num_seqs or max_model_len"
+            ) from error
         self.boot_report = BootReport(
             model=checkpoint.path.name,
             family=model.family,

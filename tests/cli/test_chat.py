@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.cli.chat import _show
 from octavo.cli.main import main
+from octavo.cli.terminal import show
 from tests.engine.test_chat import TEMPLATE, with_template
 from tests.tiny import make_llama
 
@@ -213,5 +213,5 @@ def test_control_characters_do_not_reach_a_terminal(monkeypatch: pytest.MonkeyPa
 
     for stream, expected in ((Screen(), "a\ufffd[2Jb\n\tü\ufffd"), (io.StringIO(), "a\x1b[2Jb\n\tü\x9b")):
         monkeypatch.setattr(sys, "stdout", stream)
-        _show("a\x1b[2Jb\n\tü\x9b")
+        show("a\x1b[2Jb\n\tü\x9b")
         assert stream.getvalue() == expected

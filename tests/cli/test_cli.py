@@ -82,7 +82,7 @@ class TestGenerate:
         assert choices[0]["token_ids"] != choices[1]["token_ids"]
 
     def test_flags_of_lists(self, capsys, tiny_llama: Path) -> None:
-        """Ids come several a flag, texts one a flag, so that a prompt is never taken for one."""
+        """One value a flag, so that a prompt is never taken for one."""
         command = [
             "generate",
             "--model",
@@ -95,8 +95,9 @@ class TestGenerate:
             "--max-tokens",
             6,
         ]
-        forced = [*command, "--logit-bias", "77=100", "78=-100"]
-        (choice,) = json.loads(octavo(capsys, *forced, "--allowed-token-ids", 77, 78, "--", "a")[1])["choices"]
+        forced = [*command, "--logit-bias", "77=100", "--logit-bias", "78=-100"]
+        allowed = ["--allowed-token-ids", 77, "--allowed-token-ids", 78]
+        (choice,) = json.loads(octavo(capsys, *forced, *allowed, "a")[1])["choices"]
         assert choice["token_ids"] == [77] * 6
         assert choice["text"] == "kkkkkk"
         _, out, _ = octavo(capsys, *forced, "--stop", "never", "--stop", "kk", "a", "b")
@@ -126,6 +127,32 @@ class TestGenerate:
         monkeypatch.setattr(sys, "stdin", io.StringIO("all of\nstdin\n"))
         _, out, _ = octavo(capsys, *arguments)
         assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["all of\nstdin"]
+
+    def test_text_comes_out_as_it_is(self, capsys, tiny_llama: Path) -> None:
+        """Tabs, carriage returns and escapes too: nobody looks at a pipe."""
+        prompt = "a\tb\r\nc \x1b[31mred"
+        _, out, _ = octavo(capsys, "generate", "--model", tiny_llama, *SMALL, "--quiet", "--max-tokens", 1, prompt)
+        assert out.startswith(prompt)
+
+    def test_lines_are_cut_at_newlines_alone(self, capsys, tiny_llama: Path, tmp_path: Path) -> None:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text('"a\u2028b\x85c"\r\n\n"d"\n', encoding="utf-8")
+        _, out, _ = octavo(
+            capsys, "generate", "--model", tiny_llama, *SMALL, "--json", "--quiet", "--max-tokens", 1, "--file", path
+        )
+        assert {json.loads(line)["prompt"] for line in out.split("\n") if line} == {"a\u2028b\x85c", "d"}
+
+    def test_a_prompt_that_is_no_text_is_refused_in_json_too(self, capsys, tiny_llama: Path, tmp_path: Path) -> None:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text('"ok"\n"\\ud800"\n')
+        code, out, err = octavo(
+            capsys, "generate", "--model", tiny_llama, *SMALL, "--json", "--quiet", "--max-tokens", 1, "--file", path
+        )
+        assert code == 1
+        assert "prompt 1" in error_line(err)
+        records = {record["index"]: record for record in map(json.loads, out.splitlines())}
+        assert "error" in records[1]
+        assert len(records[0]["choices"][0]["token_ids"]) == 1
 
     def test_one_refused_prompt_beside_good_ones(self, capsys, tiny_llama: Path) -> None:
         code, out, err = octavo(
