@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from octavo import LLM, RequestError, RequestOutput, SamplingParams
+from octavo.tokenizer import load_tokenizer
 from tests.tiny import make_llama
 
 PROMPTS = ["the quick brown", "a", "numbers such as 1 2 3", "forest " * 20, "miles, begins! with? a single step"]
@@ -149,6 +150,31 @@ def test_logprobs_equal_transformers(oracle: LLM, tiny_llama: Path) -> None:
         rows = reference(tiny_llama, prompt[:1], prompt[1:], 320).double().log_softmax(-1)
         for token, entry, row in zip(prompt[1:], output.prompt_logprobs[1:], rows, strict=True):
             assert entry[token].logprob == pytest.approx(float(row[token]), abs=1e-3)
+
+
+def test_logprobs_of_a_prompt_and_one_more_token(llm: LLM) -> None:
+    """CASES 25 and 26, offline: an entry for each token of the prompt, the first None, and one for the new token; the
+    tokens' texts, joined, are the prompt, a newline at its start too."""
+    prompt = "\nthe quick  brown\n\nfox 123"
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    (output,) = llm.generate(prompt, params)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert len(output.outputs[0].logprobs) == 1
+    entries = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    texts = [llm.engine.tokenizer.token_text(output.prompt_token_ids[0])]
+    texts += [entry[token].decoded_token for token, entry in entries]
+    assert "".join(texts) == prompt
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gemma3"])
+def test_the_real_models_tokens_join_to_their_text(model: str, request: pytest.FixtureRequest) -> None:
+    """CASES 26: without BOS."""
+    checkpoint = request.getfixturevalue(model)
+    tokenizer = load_tokenizer(checkpoint.path, checkpoint.metadata, checkpoint.config, checkpoint.generation_config)
+    for text in ("\nHello world", " two  spaces\n", "Hello\n\nworld 42!"):
+        ids = [token for token in tokenizer.encode(text) if token != tokenizer.bos_token_id]
+        assert "".join(map(tokenizer.token_text, ids)) == text
 
 
 def test_stop_tokens(llm: LLM) -> None:

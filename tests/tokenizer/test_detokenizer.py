@@ -66,6 +66,7 @@ def test_prompt_and_reply_join(tokenizer: Tokenizer, byte_ids: list[int]) -> Non
 
 
 def test_one_token_at_a_time_never_splits_a_character(tokenizer: Tokenizer) -> None:
+    """CASES 22: emoji and rare characters that take several tokens."""
     ids = tokenizer.encode(EMOJI, add_special_tokens=False)
     texts = chunks(tokenizer, ids, list(range(len(ids))))
     assert "".join(texts) == EMOJI
