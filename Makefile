@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/kernels/*.cpp csrc/kernels/*.h)
 
-.PHONY: help demo test check format bench sanitize clean
+.PHONY: help demo test check format bench sanitize arm64 clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
+	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
 
 demo: $(VENV)/.runtime  ## install, fetch the small demo model, continue a few prompts together
 	$(BIN)/octavo generate --temperature 0 --max-tokens 48 \
@@ -38,6 +38,9 @@ bench: $(VENV)/.dev  ## the benchmarks that need no peer
 
 sanitize: $(VENV)/.dev  ## the native runtime under the thread, address and undefined-behaviour sanitizers
 	PYTHON=$(abspath $(BIN))/python csrc/tests/sanitize.sh
+
+arm64: $(VENV)/.build  ## the native runtime's tests on 64-bit Arm, in Debian's emulator
+	PATH="$(abspath $(BIN)):$$PATH" csrc/tests/arm64.sh
 
 clean:  ## remove the environment and caches of tools
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

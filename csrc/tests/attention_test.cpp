@@ -1,0 +1,208 @@
+// Paged attention against float64; independence of chunks, ranges and blocks.
+#include <algorithm>
+
+#include "testing.h"
+
+namespace octavo::testing {
+namespace {
+
+struct Shape {
+  int group, kv_heads, head_dim, block_size;
+  int position, count;  // of the query rows
+  int window;
+  float softcap;
+};
+
+// Keys and values of one sequence, in random blocks of a cache whose other slots are all NaN.
+struct Sequence {
+  Sequence(Random& random, const Shape& s);
+  // Puts the tokens from `seen` on into blocks of this size, one of which stays unused; what is before is NaN as well.
+  void lay_out(Random& random, int block_size, int seen);
+  float key(int token, int head, int d) const { return keys[(token * shape.kv_heads + head) * shape.head_dim + d]; }
+  float value(int token, int head, int d) const { return values[(token * shape.kv_heads + head) * shape.head_dim + d]; }
+  Attention arguments(Matrix<bf16>& q, Matrix<bf16>& out);
+
+  Shape shape;
+  int tokens;
+  float scale;
+  std::vector<float> keys, values;  // [token][head][head_dim]
+  Buffer<bf16> key_blocks, value_blocks;
+  std::vector<std::int32_t> table;
+};
+
+Sequence::Sequence(Random& random, const Shape& s)
+    : shape(s), tokens(s.position + s.count), scale(1.5f / std::sqrt(static_cast<float>(s.head_dim))) {
+  for (int i = 0; i < tokens * s.kv_heads * s.head_dim; ++i) {
+    keys.push_back(random.real_bf16());
+    values.push_back(random.real_bf16(2));
+  }
+  lay_out(random, s.block_size, s.window > 0 ? s.position - s.window + 1 : 0);
+}
+
+void Sequence::lay_out(Random& random, int block_size, int seen) {
+  shape.block_size = block_size;
+  const int blocks = (tokens + block_size - 1) / block_size, dim = shape.head_dim, panels = block_size / 16;
+  table.resize(blocks + 1);
+  for (int i = 0; i <= blocks; ++i) table[i] = i;
+  for (int i = blocks; i > 0; --i) std::swap(table[i], table[random.below(i + 1)]);
+  table.resize(blocks);
+  key_blocks.assign((blocks + 1) * shape.kv_heads * block_size * dim, kPoison);
+  value_blocks = key_blocks;
+  for (int token = std::max(seen, 0); token < tokens; ++token) {
+    const int slot = token % block_size % 16;
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      const int panel = (table[token / block_size] * shape.kv_heads + head) * panels + token % block_size / 16;
+      for (int d = 0; d < dim; ++d) {
+        key_blocks[panel * 16 * dim + d / 2 * 32 + slot * 2 + d % 2] = nearest_bf16(key(token, head, d));
+        value_blocks[panel * 16 * dim + slot / 2 * 2 * dim + d * 2 + slot % 2] = nearest_bf16(value(token, head, d));
+      }
+    }
+  }
+}
+
+// All rows of q; it has as many as the sequence has query rows.
+Attention Sequence::arguments(Matrix<bf16>& q, Matrix<bf16>& out) {
+  Attention a;
+  a.q = view(q);
+  a.out = view(out);
+  a.cache = {key_blocks.data(), value_blocks.data(), shape.kv_heads, shape.head_dim, shape.block_size};
+  a.block_table = table.data();
+  a.heads = shape.group * shape.kv_heads;
+  a.count = shape.count;
+  a.position = shape.position;
+  a.window = shape.window;
+  a.scale = scale;
+  a.softcap = shape.softcap;
+  return a;
+}
+
+struct Expected {
+  double exact, bound;
+};
+
+// The head_dim results of one query vector, which stands at position `last`.
+//
+// With units of roundoff u (float32) and b (bfloat16):
+//   score    the product of the rule is off by (16 + chunks) u of the sum of sizes, the scale adds u of the score; a soft-cap
+//            adds 6 u of the score (division, tanh's slope times that, tanh's 2 ulps, product): e in all, absolute
+//   weight   exp(s - m) is off by e, by the difference's u |s - m|, by exp's 2 u, and by its rounding b. The error of m itself
+//            is common to all weights of a piece, but not to all pieces, whose factors exp(m - M) are off by as much: relative
+//            d = b + 2 (e + u |s - m| + 2 u) a weight
+//   sums     within a piece a total takes 16 + 4 roundings, a weighted sum 8 + 16; each merge adds exp's 2 u and 2 more, and the
+//            division 1: (25 + 4 pieces) u
+// Result: a quotient of two sums whose terms are off by d each, so by 2 d (1 + d) of the sum of sizes; rounded once at the end.
+// Weights under e^-87 are dropped, which is nothing next to b.
+std::vector<Expected> expect(const Sequence& s, const Matrix<bf16>& q, int row, int last, int head) {
+  const int dim = s.shape.head_dim, kv_head = head / s.shape.group;
+  const int first = s.shape.window > 0 ? std::max(0, last - s.shape.window + 1) : 0;
+  const double cap = s.shape.softcap;
+  std::vector<double> weights;
+  double lowest = INFINITY, top = -INFINITY, error = 0;
+  for (int t = first; t <= last; ++t) {
+    double score = 0, size = 0;
+    for (int d = 0; d < dim; ++d) {
+      const double product = static_cast<double>(widen(q.at(row, head * dim + d))) * s.key(t, kv_head, d);
+      score += product;
+      size += std::fabs(product);
+    }
+    error = std::max(error, (18 + (dim + 31) / 32) * kUnit * size * s.scale);
+    score *= s.scale;
+    if (cap != 0) score = std::tanh(score / cap) * cap;
+    weights.push_back(score);
+    lowest = std::min(lowest, score);
+    top = std::max(top, score);
+  }
+  if (cap != 0) error += 6 * kUnit * cap;
+  double total = 0;
+  for (double& w : weights) total += w = std::exp(w - top);
+
+  const double relative = kBf16Unit + 2 * (error + kUnit * (top - lowest) + 2 * kUnit);
+  const double sums = (25 + 4 * (last / kPiece - first / kPiece + 1)) * kUnit;
+  std::vector<Expected> expected;
+  for (int d = 0; d < dim; ++d) {
+    double exact = 0, size = 0;
+    for (int t = first; t <= last; ++t) {
+      exact += weights[t - first] * s.value(t, kv_head, d) / total;
+      size += weights[t - first] * std::fabs(s.value(t, kv_head, d)) / total;
+    }
+    expected.push_back({exact, rounded(exact, (2 * relative * (1 + relative) + 2 * sums) * size)});
+  }
+  return expected;
+}
+
+// Some rows before and after the sequence's belong to others.
+void test_shape(Test& t, const Shape& s) {
+  t.begin("attention group=%d kv_heads=%d head_dim=%d block_size=%d position=%d count=%d window=%d softcap=%g", s.group,
+          s.kv_heads, s.head_dim, s.block_size, s.position, s.count, s.window, static_cast<double>(s.softcap));
+  constexpr int kBefore = 2, kAfter = 1;
+  Random random(s.position + s.head_dim);
+  Sequence sequence(random, s);
+  const int width = s.group * s.kv_heads * s.head_dim;
+  Matrix<bf16> q = input(random, kBefore + s.count + kAfter, width, 2), out(q.rows, width);
+  const Matrix<bf16> before = out;
+  Attention a = sequence.arguments(q, out);
+  a.first = kBefore;
+  t.kernels.attention(a, 0, s.count, 0, s.kv_heads);
+  std::vector<Expected> expected;
+  visit(t, before, out, {kBefore, kBefore + s.count}, {0, width}, [&](int row, int column, bf16 got) {
+    if (column % s.head_dim == 0)
+      expected = expect(sequence, q, row, s.position + row - kBefore, column / s.head_dim);
+    const Expected& want = expected[column % s.head_dim];
+    t.near(widen(got), want.exact, want.bound, row, column);
+  });
+}
+
+void expect_same(Test& t, const Matrix<bf16>& whole, const Matrix<bf16>& part, Range rows, Range columns) {
+  const Matrix<bf16> untouched(part.rows, part.width);
+  visit(t, untouched, part, rows, columns, [&](int row, int column, bf16 got) {
+    t.same(got, whole.at(row, column), "the whole's", row, column);
+  });
+}
+
+// A prefill in one piece, in chunks, row by row, a head at a time, and through other blocks: always the same bits.
+void test_independence(Test& t) {
+  const Shape s{3, 2, 32, 16, 0, 300, 270, 0};
+  Random random(7);
+  Sequence sequence(random, s);
+  const int width = s.group * s.kv_heads * s.head_dim, columns = s.group * s.head_dim;
+  Matrix<bf16> q = input(random, s.count, width, 3);
+  Matrix<bf16> whole(s.count, width), chunks = whole, ranges = whole, head = whole, blocks = whole;
+
+  t.begin("attention of one prefill, in chunks");
+  t.kernels.attention(sequence.arguments(q, whole), 0, s.count, 0, s.kv_heads);
+  for (const Range& chunk : {Range{0, 1}, Range{1, 100}, Range{100, 257}, Range{257, 299}, Range{299, 300}}) {
+    Attention a = sequence.arguments(q, chunks);
+    a.first = a.position = chunk.begin;
+    a.count = chunk.end - chunk.begin;
+    t.kernels.attention(a, 0, a.count, 0, s.kv_heads);
+  }
+  expect_same(t, whole, chunks, {0, s.count}, {0, width});
+
+  t.begin("attention in ranges of rows and heads");
+  for (const Range& rows : {Range{20, 33}, Range{33, 290}})
+    for (int kv_head = 0; kv_head < s.kv_heads; ++kv_head)
+      t.kernels.attention(sequence.arguments(q, ranges), rows.begin, rows.end, kv_head, kv_head + 1);
+  expect_same(t, whole, ranges, {20, 290}, {0, width});
+  t.kernels.attention(sequence.arguments(q, head), 100, 110, 1, 2);
+  expect_same(t, whole, head, {100, 110}, {columns, 2 * columns});
+
+  t.begin("attention through other blocks");
+  sequence.lay_out(random, 48, 0);
+  t.kernels.attention(sequence.arguments(q, blocks), 0, s.count, 0, s.kv_heads);
+  expect_same(t, whole, blocks, {0, s.count}, {0, width});
+}
+
+}  // namespace
+
+void test_attention(Test& t) {
+  // Groups and rows make tiles of 12 vectors and what is left; positions cross pieces of 256.
+  constexpr Shape kShapes[] = {
+      {1, 2, 16, 16, 0, 5, 0, 0},       {3, 1, 64, 16, 250, 10, 0, 0},  {7, 1, 48, 32, 505, 12, 0, 30},
+      {3, 2, 80, 48, 530, 4, 100, 0},   {7, 2, 32, 16, 255, 3, 257, 5}, {1, 1, 256, 16, 600, 2, 512, 0},
+      {3, 1, 64, 16, 10, 6, 1, 0},      {1, 1, 32, 16, 770, 1, 0, 0},   {7, 1, 64, 32, 40, 9, 33, 0},
+      {1, 3, 128, 16, 254, 20, 250, 50}};
+  for (const Shape& s : kShapes) test_shape(t, s);
+  test_independence(t);
+}
+
+}  // namespace octavo::testing
