@@ -144,6 +144,40 @@ nb::tuple step_and_sample(Program& program, nb::handle batch, nb::handle rows, i
                         numpy(std::move(top_ids), {n, width}), numpy(std::move(top_logprobs), {n, width}));
 }
 
+// One dict an op: the fields of OpProfile in octavo/metrics/profile.py.
+nb::list stop_profile(Program& program) {
+  nb::list result;
+  for (const OpProfile& op : program.stop_profile()) {
+    nb::dict fields;
+    fields["kind"] = op.kind;
+    fields["shape"] = op.shape;
+    fields["runs"] = op.runs;
+    fields["seconds"] = op.seconds;
+    fields["flops"] = op.work.flops;
+    fields["weight_bytes"] = op.work.weight_bytes;
+    fields["kv_bytes"] = op.work.kv_bytes;
+    fields["other_bytes"] = op.work.other_bytes;
+    result.append(fields);
+  }
+  return result;
+}
+
+// The fields of Roofline in octavo/metrics/profile.py.
+nb::dict roofline_of(Program& program) {
+  Roofline roofline;
+  {
+    nb::gil_scoped_release released;
+    roofline = program.measure_roofline();
+  }
+  nb::dict fields;
+  fields["memory_bytes"] = roofline.memory_bytes;
+  fields["weights_bytes"] = roofline.weights_bytes;
+  fields["product_bytes"] = roofline.product_bytes;
+  fields["product_flops"] = roofline.product_flops;
+  fields["weights_size"] = roofline.weights_size;
+  return fields;
+}
+
 // Keys and values of a cache as they lie: uint16 [blocks, KV heads, panels, 16 * head_dim] each, shared memory.
 nb::tuple kv_cache(const Program& program, int index) {
   const Runtime& runtime = program.runtime();
@@ -248,5 +282,8 @@ void bind_program(nb::module_& m) {
       .def("allocate_kv_cache", &Program::allocate_kv_cache, "num_blocks"_a, "block_size"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def("kv_cache", &kv_cache, "cache"_a)
+      .def("start_profile", &Program::start_profile)
+      .def("stop_profile", &stop_profile)
+      .def("measure_roofline", &roofline_of)
       .def("step", &step_and_sample, "batch"_a, "rows"_a.none(), "vocab_size"_a, "copy_rows"_a, "copies"_a);
 }

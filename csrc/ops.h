@@ -2,7 +2,9 @@
 #pragma once
 
 #include <atomic>
+#include <string>
 
+#include "profile.h"
 #include "runtime.h"
 
 namespace octavo {
@@ -30,6 +32,11 @@ class Op {
   virtual Cut cut(const Runtime& runtime) const = 0;
   virtual void prepare(const Runtime&, int /*num_threads*/) {}  // before a step, by one thread
   virtual void run(const Runtime& runtime, Share share) = 0;
+
+  // For profiles (profile.cpp): what is run, over which sizes, and what that costs in the step that is prepared.
+  virtual std::string kind() const = 0;
+  virtual std::string shape(const Runtime& runtime) const = 0;
+  virtual Work work(const Runtime& runtime) const = 0;
 };
 
 // An op whose rows need nothing of each other: run(rows) for a thread's rows.
@@ -54,6 +61,9 @@ class RowOp : public Op {
 class EmbedOp final : public RowOp {
  public:
   EmbedOp(int weight, float scale, View out) : RowOp(out), weight_(weight), scale_(scale) {}
+  std::string kind() const override { return "embed"; }
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
 
  private:
   void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
@@ -65,6 +75,9 @@ class EmbedOp final : public RowOp {
 class RotationTableOp final : public RowOp {
  public:
   explicit RotationTableOp(View any) : RowOp(any) {}
+  std::string kind() const override { return "rotation_table"; }
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
 
  private:
   void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
@@ -74,6 +87,9 @@ class SelectRowsOp final : public RowOp {
  public:
   SelectRowsOp(View x, View out) : RowOp(out), x_(x) {}
   Cut cut(const Runtime&) const override { return Cut::kUnits; }  // reads rows of other threads
+  std::string kind() const override { return "select_rows"; }
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
 
  private:
   void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
@@ -84,6 +100,9 @@ class RmsNormOp final : public RowOp {
  public:
   RmsNormOp(View x, int weight, int groups, float eps, View out)
       : RowOp(out), x_(x), weight_(weight), groups_(groups), eps_(eps) {}
+  std::string kind() const override { return "rms_norm"; }
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
 
  private:
   void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
@@ -96,6 +115,9 @@ class RopeOp final : public RowOp {
  public:
   RopeOp(View x, int rotation, int heads, int head_dim, View out)
       : RowOp(out), x_(x), rotation_(rotation), heads_(heads), head_dim_(head_dim) {}
+  std::string kind() const override { return "rope"; }
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
 
  private:
   void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
@@ -107,6 +129,9 @@ class GateMulOp final : public RowOp {
  public:
   GateMulOp(View gate, View up, Gate f, int width, View out)
       : RowOp(out), gate_(gate), up_(up), f_(f), width_(width) {}
+  std::string kind() const override;
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
 
  private:
   void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
@@ -118,6 +143,9 @@ class GateMulOp final : public RowOp {
 class AddOp final : public RowOp {
  public:
   AddOp(View a, View b, int width, View out) : RowOp(out), a_(a), b_(b), width_(width) {}
+  std::string kind() const override { return "add"; }
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
 
  private:
   void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
@@ -129,6 +157,9 @@ class AddOp final : public RowOp {
 class StoreOp final : public RowOp {
  public:
   StoreOp(View k, View v, int cache) : RowOp(k), v_(v), cache_(cache) {}
+  std::string kind() const override { return "store"; }
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
 
  private:
   void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
@@ -143,8 +174,12 @@ class MatmulOp final : public Op {
   Cut cut(const Runtime&) const override { return Cut::kUnits; }
   void prepare(const Runtime& runtime, int num_threads) override;
   void run(const Runtime& runtime, Share share) override;
+  std::string kind() const override;
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
 
  private:
+  bool gated() const { return epilogue_ == Epilogue::kSiluMul || epilogue_ == Epilogue::kGeluMul; }
   View x_;
   int weight_, bias_;  // bias: -1 is none
   Epilogue epilogue_;
@@ -163,6 +198,9 @@ class LogitsOp final : public Op {
   Cut cut(const Runtime&) const override { return Cut::kUnits; }
   void prepare(const Runtime& runtime, int num_threads) override;
   void run(const Runtime& runtime, Share share) override;
+  std::string kind() const override { return "logits"; }
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
 
  private:
   View x_;
@@ -177,6 +215,9 @@ class SoftcapOp final : public Op {
   SoftcapOp(float cap, int vocab_size) : cap_(cap), vocab_size_(vocab_size) {}
   Cut cut(const Runtime&) const override { return Cut::kUnits; }
   void run(const Runtime& runtime, Share share) override;
+  std::string kind() const override { return "softcap"; }
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
 
  private:
   float cap_;
@@ -190,6 +231,9 @@ class AttentionOp final : public Op {
   Cut cut(const Runtime&) const override { return Cut::kUnits; }
   void prepare(const Runtime&, int) override { units_.reset(); }
   void run(const Runtime& runtime, Share share) override;
+  std::string kind() const override { return "attention"; }
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
 
  private:
   View q_;

@@ -253,6 +253,12 @@ void Program::begin_slice(std::int64_t begin) {
   runtime_.logits_end = std::min(runtime_.step.num_logit_rows, begin + fit);
   logits_units_.reset();
   prepare(head_);
+  if (profile_) {
+    for (std::size_t i = 0; i < head_.size(); ++i) profile_->add(body_.size() + i, head_[i]->work(runtime_));
+    Work reads;
+    reads.other_bytes = static_cast<double>((runtime_.logits_end - begin) * row_bytes);
+    profile_->add(body_.size() + head_.size(), reads);
+  }
 }
 
 void Program::prepare(std::vector<std::unique_ptr<Op>>& ops) {
@@ -271,31 +277,72 @@ void Program::step(const Step& step, const LogitsUse& use) {
   }
   prepare(body_);
   if (step.num_logit_rows > 0) begin_slice(0);
+  if (profile_) {
+    for (std::size_t i = 0; i < body_.size(); ++i) profile_->add(i, body_[i]->work(runtime_));
+    profile_->start();
+  }
   pool_.run([&](int thread) {
     const Share share{thread, num_threads()};
-    run(body_, share);
+    run(body_, 0, share);
     if (step.num_logit_rows > 0) run_slices(use, share);
   });
+  if (step.num_logit_rows == 0) finished(body_.size() - 1, {0, num_threads()});
 }
 
-void Program::run(std::vector<std::unique_ptr<Op>>& ops, Share share) {
+// `first`: the place of ops[0] in the profile. The last op ends at the barrier that the caller puts after it.
+void Program::run(std::vector<std::unique_ptr<Op>>& ops, std::size_t first, Share share) {
   for (std::size_t i = 0; i < ops.size(); ++i) {
     const Op::Cut cut = ops[i]->cut(runtime_);
     if (i > 0 && (cut == Op::Cut::kUnits || cut != ops[i - 1]->cut(runtime_))) pool_.barrier();
+    if (i > 0) finished(first + i - 1, share);
     ops[i]->run(runtime_, share);
   }
 }
 
+void Program::start_profile() {
+  const std::lock_guard lock(mutex_);
+  std::vector<OpProfile> ops;
+  for (const auto* part : {&body_, &head_}) {
+    for (const auto& op : *part) ops.push_back({op->kind(), op->shape(runtime_), 0, 0, {}});
+  }
+  ops.push_back({"sample", std::to_string(vocab_size_), 0, 0, {}});
+  profile_.emplace(std::move(ops));
+}
+
+std::vector<OpProfile> Program::stop_profile() {
+  const std::lock_guard lock(mutex_);
+  require(profile_.has_value(), "start_profile comes before stop_profile");
+  std::vector<OpProfile> ops = profile_->ops();
+  profile_.reset();
+  return ops;
+}
+
+Roofline Program::measure_roofline() {
+  const std::lock_guard lock(mutex_);
+  std::vector<PackedWeight> weights;
+  for (const Weight& weight : runtime_.weights) weights.push_back(weight.packed);
+  return octavo::measure_roofline(pool_, runtime_.kernels, weights);
+}
+
+void Program::finished(std::size_t op, Share share) {
+  if (profile_ && share.thread == 0) profile_->finished(op);
+}
+
 void Program::run_slices(const LogitsUse& use, Share share) {
+  const std::size_t sampling = body_.size() + head_.size();
+  pool_.barrier();
+  finished(body_.size() - 1, share);
   for (;;) {
+    run(head_, body_.size(), share);
     pool_.barrier();
-    run(head_, share);
-    pool_.barrier();
+    finished(sampling - 1, share);
     use_logits(use, scratch_[share.thread]);
     pool_.barrier();  // the slice is done with
+    finished(sampling, share);
     if (runtime_.logits_end == runtime_.step.num_logit_rows) return;
     pool_.barrier();  // all have seen that there is another
     if (share.thread == 0) begin_slice(runtime_.logits_end);
+    pool_.barrier();
   }
 }
 

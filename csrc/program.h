@@ -8,11 +8,14 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "ops.h"
 #include "pool.h"
+#include "profile.h"
+#include "roofline.h"
 #include "runtime.h"
 #include "sampling.h"
 
@@ -64,6 +67,14 @@ class Program {
   // std::runtime_error after a fork, and std::bad_alloc where the buffers cannot grow; a smaller step may follow that.
   void step(const Step& step, const LogitsUse& use);
 
+  // Times the ops of the steps to come, from zero; the profile so far, one entry an op in the order in which they run,
+  // the last for sampling. Steps that are not timed do not pay for it.
+  void start_profile();
+  std::vector<OpProfile> stop_profile();
+
+  // What this machine's memory and kernels can do, on this program's threads and weights. Takes about two seconds.
+  Roofline measure_roofline();
+
   const Kernels& kernels() const { return runtime_.kernels; }
   int num_threads() const { return pool_.num_threads(); }
   int vocab_size() const { return vocab_size_; }
@@ -77,10 +88,11 @@ class Program {
   void check(const Step& step) const;
   void grow(const Step& step);
   void prepare(std::vector<std::unique_ptr<Op>>& ops);
-  void run(std::vector<std::unique_ptr<Op>>& ops, Share share);
+  void run(std::vector<std::unique_ptr<Op>>& ops, std::size_t first, Share share);
   void run_slices(const LogitsUse& use, Share share);
   void use_logits(const LogitsUse& use, Scratch& scratch);
   void begin_slice(std::int64_t begin);
+  void finished(std::size_t op, Share share);
 
   Runtime runtime_;
   Pool pool_;
@@ -92,6 +104,7 @@ class Program {
   Memory logits_;
   Units logits_units_;
   std::vector<Scratch> scratch_;  // one a thread
+  std::optional<Profile> profile_;  // while one is taken: body, head, sampling
 };
 
 }  // namespace octavo

@@ -58,6 +58,12 @@ class Program:
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None: ...
     def kv_cache(self, cache: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
         """Keys and values as they lie: [blocks, KV heads, panels, 16 * head_dim], shared memory."""
+    def start_profile(self) -> None:
+        """Time the ops of the steps to come, from zero."""
+    def stop_profile(self) -> list[dict[str, Any]]:
+        """The fields of octavo.metrics.OpProfile for each op in order, and for sampling."""
+    def measure_roofline(self) -> dict[str, float]:
+        """The fields of octavo.metrics.Roofline; takes about three seconds on all threads."""
     def step(
         self,
         batch: Any,

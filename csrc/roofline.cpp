@@ -1,0 +1,140 @@
+#include "roofline.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstring>
+
+#include "memory.h"
+
+namespace octavo {
+
+namespace {
+
+constexpr std::size_t kBeyondCaches = std::size_t{512} << 20;
+constexpr double kSeconds = 0.3;  // of runs, of which the best counts
+
+// The shortest time of work(thread) on all threads at once.
+template <class Work>
+double best_seconds(Pool& pool, Work work) {
+  using Clock = std::chrono::steady_clock;
+  const auto since = [](Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); };
+  double best = 0;
+  const Clock::time_point begin = Clock::now();
+  do {
+    Clock::time_point start;
+    double seconds = 0;
+    pool.run([&](int thread) {
+      pool.barrier();  // all are awake
+      if (thread == 0) start = Clock::now();
+      work(thread);
+      pool.barrier();
+      if (thread == 0) seconds = since(start);
+    });
+    best = best == 0 ? seconds : std::min(best, seconds);
+  } while (since(begin) < kSeconds);
+  return best;
+}
+
+double read_rate(Pool& pool, std::size_t bytes) {
+  const std::size_t words = bytes / sizeof(std::uint64_t);
+  const Memory memory(words * sizeof(std::uint64_t), true);
+  const auto threads = static_cast<std::size_t>(pool.num_threads());
+  std::vector<std::uint64_t> sums(threads * 8);  // a cache line a thread: the result is used, so the reads stay
+  const auto part = [&](int thread, auto work) {
+    const auto i = static_cast<std::size_t>(thread);
+    std::uint64_t* data = memory.as<std::uint64_t>();
+    work(data + words * i / threads, data + words * (i + 1) / threads);
+  };
+  // Pages that were never written are all one page of zeros, which is in a cache.
+  pool.run([&](int thread) { part(thread, [](auto* begin, auto* end) { std::fill(begin, end, 1); }); });
+  const double seconds = best_seconds(pool, [&](int thread) {
+    part(thread, [&](const std::uint64_t* begin, const std::uint64_t* end) {
+      std::uint64_t sum[8] = {};  // enough at a time to keep the loads of several vectors under way
+      for (; end - begin >= 8; begin += 8) {
+        for (int i = 0; i < 8; ++i) sum[i] += begin[i];
+      }
+      for (std::uint64_t each : sum) sums[static_cast<std::size_t>(thread) * 8] += each;
+    });
+  });
+  return static_cast<double>(bytes) / seconds;
+}
+
+// Rows of a thread's own, and what they are multiplied with. Zeros: the time of a product does not depend on values.
+struct Operands {
+  Memory x, out, w;
+  Matmul op;
+
+  Operands(int rows, int n, int k) {
+    const PackedWeight shape{nullptr, n, k};
+    const std::int64_t stride = shape.padded_k(), columns = std::int64_t{shape.panels()} * kPanel;
+    const std::int64_t out_stride = (columns + kChunk - 1) / kChunk * kChunk;
+    x = filled(rows * stride);
+    out = filled(rows * out_stride);
+    op.x = {x.as<bf16>(), stride};
+    op.out = {out.as<bf16>(), out_stride};
+    op.out_width = n;
+  }
+
+  // A pattern in place of untouched pages, which would all be the same one.
+  static Memory filled(std::int64_t elements) {
+    Memory memory(static_cast<std::size_t>(elements) * sizeof(bf16));
+    std::fill(memory.as<bf16>(), memory.as<bf16>() + elements, bf16{0x3f80});
+    return memory;
+  }
+};
+
+double product_read_rate(Pool& pool, const Kernels& kernels, const std::vector<PackedWeight>& weights, double bytes) {
+  int widest = 0, deepest = 0;
+  for (const PackedWeight& w : weights) {
+    widest = std::max(widest, w.n);
+    deepest = std::max(deepest, w.k);
+  }
+  std::vector<Operands> operands;
+  for (int thread = 0; thread < pool.num_threads(); ++thread) operands.emplace_back(1, widest, deepest);
+  const double seconds = best_seconds(pool, [&](int thread) {
+    Matmul op = operands[static_cast<std::size_t>(thread)].op;
+    for (const PackedWeight& w : weights) {
+      op.w = w;
+      op.out_width = w.n;
+      const std::int64_t panels = w.panels(), threads = pool.num_threads();
+      const int begin = static_cast<int>(panels * thread / threads), end = static_cast<int>(panels * (thread + 1) / threads);
+      if (begin < end) kernels.matmul(op, 0, 1, begin, end);
+    }
+  });
+  return bytes / seconds;
+}
+
+double product_flops(Pool& pool, const Kernels& kernels, int rows, int n, int k) {
+  constexpr int kRepeats = 64;
+  std::vector<Operands> operands;
+  for (int thread = 0; thread < pool.num_threads(); ++thread) {
+    Operands& own = operands.emplace_back(rows, n, k);
+    own.w = Operands::filled(std::int64_t{n} * k);
+    own.op.w = {own.w.as<bf16>(), n, k};
+  }
+  const double seconds = best_seconds(pool, [&](int thread) {
+    const Matmul& op = operands[static_cast<std::size_t>(thread)].op;
+    for (int i = 0; i < kRepeats; ++i) kernels.matmul(op, 0, rows, 0, op.w.panels());
+  });
+  return 2.0 * rows * n * k * kRepeats * pool.num_threads() / seconds;
+}
+
+}  // namespace
+
+Roofline measure_roofline(Pool& pool, const Kernels& kernels, const std::vector<PackedWeight>& weights) {
+  Roofline roofline;
+  for (const PackedWeight& w : weights) {
+    roofline.weights_size += static_cast<double>(w.panels()) * w.padded_k() * kPanel * sizeof(bf16);
+  }
+  roofline.memory_bytes = read_rate(pool, kBeyondCaches);
+  roofline.weights_bytes = read_rate(pool, static_cast<std::size_t>(roofline.weights_size));
+  roofline.product_bytes = product_read_rate(pool, kernels, weights, roofline.weights_size);
+  // 16 KiB each of rows and weight; 64 KiB; 256 KiB of either and 64 of the other.
+  for (const auto& [rows, n, k] : {std::array{32, 32, 256}, {64, 64, 512}, {128, 64, 512}, {128, 256, 512}, {32, 256, 512}}) {
+    roofline.product_flops = std::max(roofline.product_flops, product_flops(pool, kernels, rows, n, k));
+  }
+  return roofline;
+}
+
+}  // namespace octavo
