@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.errors import ConfigError
+from octavo.metrics import Profiler
 from octavo.sampling import Sampled, SamplingRows
 
 Int32 = NDArray[np.int32]
@@ -71,3 +73,11 @@ class Backend(ABC):
 
         `rows` and the result have one entry per logit row, in the order of `batch.logit_rows`.
         """
+
+    def profiler(self) -> Profiler:
+        """Times the ops of steps to come.
+
+        Raises:
+            ConfigError: this backend cannot.
+        """
+        raise ConfigError(f"{self.description}: only backend='cpu' can be profiled; use that")

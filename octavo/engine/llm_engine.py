@@ -12,7 +12,7 @@ from octavo.engine.messages import Request
 from octavo.engine.outputs import OutputProcessor
 from octavo.errors import OctavoError, RequestError
 from octavo.executor import LocalExecutor
-from octavo.metrics import log_event
+from octavo.metrics import Profiler, log_event
 from octavo.models import model_config
 from octavo.outputs import FinishReason, RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -115,6 +115,14 @@ class LLMEngine:
     def stats(self) -> dict[str, float]:
         """Gauges and counters since the engine was made."""
         return {**self._core.stats()._asdict(), "num_generated_tokens": self._outputs.num_generated_tokens}
+
+    def profiler(self) -> Profiler:
+        """Times what the steps to come spend in the model's ops.
+
+        Raises:
+            ConfigError: the backend cannot.
+        """
+        return self._core.executor.profiler()
 
     def close(self) -> None:
         """Ends what is unfinished and gives the memory back. Safe to call twice."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from octavo.core import StepPlan, StepResult
+from octavo.metrics import Profiler
 from octavo.worker import BootReport
 
 
@@ -17,6 +18,10 @@ class Executor(ABC):
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step to its end."""
+
+    @abstractmethod
+    def profiler(self) -> Profiler:
+        """See `Backend.profiler`."""
 
     @abstractmethod
     def close(self) -> None:

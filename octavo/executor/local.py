@@ -6,6 +6,7 @@ from octavo.config import EngineConfig, ModelConfig
 from octavo.core import StepPlan, StepResult
 from octavo.errors import OctavoError
 from octavo.executor.base import Executor
+from octavo.metrics import Profiler
 from octavo.weights import Checkpoint
 from octavo.worker import BootReport, Worker
 
@@ -20,9 +21,15 @@ class LocalExecutor(Executor):
         return self._boot_report
 
     def execute(self, plan: StepPlan) -> StepResult:
-        if self._worker is None:
-            raise OctavoError("the engine is closed")
-        return self._worker.execute(plan)
+        return self._open_worker().execute(plan)
+
+    def profiler(self) -> Profiler:
+        return self._open_worker().profiler()
 
     def close(self) -> None:
         self._worker = None
+
+    def _open_worker(self) -> Worker:
+        if self._worker is None:
+            raise OctavoError("the engine is closed")
+        return self._worker

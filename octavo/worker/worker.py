@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from octavo.config import EngineConfig, ModelConfig
 from octavo.core import StepPlan, StepResult
 from octavo.errors import ConfigError
+from octavo.metrics import Profiler
 from octavo.weights import Checkpoint
 from octavo.worker.backends import make_backend
 from octavo.worker.cache_engine import CacheEngine, MemoryPlan
@@ -93,6 +94,10 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._runner.execute(plan)
+
+    def profiler(self) -> Profiler:
+        """See `Backend.profiler`."""
+        return self._runner.backend.profiler()
 
 
 def _size(count: float) -> str:

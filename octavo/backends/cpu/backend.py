@@ -12,6 +12,7 @@ from octavo.backends.base import Backend, Batch
 from octavo.backends.cpu.cores import usable_cores
 from octavo.backends.cpu.lower import check_graph, lower
 from octavo.backends.cpu.native import Program, isas, sampling
+from octavo.backends.cpu.profiler import CpuProfiler
 from octavo.backends.host_memory import memory_limit
 from octavo.errors import ConfigError
 from octavo.graph import Graph
@@ -114,6 +115,9 @@ class CpuBackend(Backend):
         for row, i in zip(logits, shaped, strict=True):
             self._sample_shaped(row[: self._vocab_size], rows, i, sampled)
         return sampled
+
+    def profiler(self) -> CpuProfiler:
+        return CpuProfiler(self._program)
 
     def logits(self, batch: Batch) -> NDArray[np.float32]:
         """Run one step and give its logits, float32 [S, vocabulary], instead of sampling."""
