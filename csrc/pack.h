@@ -1,8 +1,10 @@
 // From the rows of a weight to the panels of kernels.h.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <cstring>
 
 #include "kernels.h"
 
@@ -11,10 +13,11 @@ namespace octavo {
 // The nearest bfloat16, ties to even, as every kernel table rounds: NaN becomes 0x7fc0, a subnormal zero of its sign.
 inline bf16 round_to_bf16(float x) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
-  const std::uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return 0x7fc0;
-  if (magnitude < 0x00800000u) return static_cast<bf16>(bits >> 16 & 0x8000u);
-  return static_cast<bf16>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  const auto magnitude = static_cast<std::int32_t>(bits & 0x7fffffffu);
+  std::uint32_t result = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  result = magnitude < 0x00800000 ? bits >> 16 & 0x8000u : result;
+  result = magnitude > 0x7f800000 ? 0x7fc0u : result;
+  return static_cast<bf16>(result);
 }
 inline bf16 round_to_bf16(bf16 x) { return x; }
 
@@ -26,14 +29,18 @@ template <class T>
 void pack_panels(const T* rows, std::int64_t row_stride, int n, int k, bf16* out, int panel_begin, int panel_end,
                  int step = 1) {
   const std::int64_t padded_k = PackedWeight{out, n, k}.padded_k();
-  for (int panel = panel_begin; panel < panel_end; ++panel) {
-    bf16* pair = out + panel * step * padded_k * kPanel;
-    for (std::int64_t i = 0; i < padded_k; i += 2, pair += 2 * kPanel) {
-      for (int c = 0; c < kPanel; ++c) {
-        const std::int64_t row = std::int64_t{panel} * kPanel + c;
-        const T* from = rows + row * row_stride + i;
-        pair[2 * c] = row < n && i < k ? round_to_bf16(from[0]) : bf16{0};
-        pair[2 * c + 1] = row < n && i + 1 < k ? round_to_bf16(from[1]) : bf16{0};
+  for (std::int64_t panel = panel_begin; panel < panel_end; ++panel) {
+    bf16* place = out + panel * step * padded_k * kPanel;
+    const int columns = static_cast<int>(std::min<std::int64_t>(kPanel, n - panel * kPanel));
+    for (std::int64_t i = 0; i < padded_k; i += kChunk) {
+      bf16 tile[kPanel][kChunk] = {};  // a chunk of k's of the panel's rows: rounded along rows, then turned in pairs
+      const int width = static_cast<int>(std::min<std::int64_t>(kChunk, k - i));
+      for (int c = 0; c < columns; ++c) {
+        const T* row = rows + (panel * kPanel + c) * row_stride + i;
+        for (int j = 0; j < width; ++j) tile[c][j] = round_to_bf16(row[j]);
+      }
+      for (int j = 0; j < kChunk; j += 2, place += 2 * kPanel) {
+        for (int c = 0; c < kPanel; ++c) std::memcpy(place + 2 * c, &tile[c][j], 2 * sizeof(bf16));
       }
     }
   }

@@ -55,11 +55,7 @@ void Program::pack(int weight, int first_panel, int panel_step, const float* row
   require(place + static_cast<std::int64_t>(panels - 1) * panel_step < target.packed.panels(),
           "rows past the last panel of a weight");
   bf16* out = target.memory.as<bf16>() + place * target.packed.padded_k() * kPanel;
-  pool_.run([&](int thread) {
-    const int begin = static_cast<int>(std::int64_t{panels} * thread / num_threads());
-    const int end = static_cast<int>(std::int64_t{panels} * (thread + 1) / num_threads());
-    pack_panels(rows, k, count, k, out, begin, end, panel_step);
-  });
+  pack_panels(rows, k, count, k, out, 0, panels, panel_step);
 }
 
 int Program::add_vector(std::vector<float> values) {

@@ -41,7 +41,7 @@ class Program {
   int add_buffer(int width, bool selected);
   int add_weight(int n, int k);
   // Rounds rows [count, k] to bfloat16 and packs them: row i becomes row (first + i) of the panels first_panel,
-  // first_panel + panel_step, ... of the weight. first: a multiple of 16.
+  // first_panel + panel_step, ... of the weight. first: a multiple of 16. Several threads may pack different rows at once.
   void pack(int weight, int first_panel, int panel_step, const float* rows, int first, int count);
   int add_vector(std::vector<float> values);
   int add_rotation(std::vector<float> frequencies, float factor);

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from octavo.config import EngineConfig, engine_config
 from octavo.engine import LLMEngine, Prompt
 from octavo.errors import RequestError
 from octavo.outputs import RequestOutput
@@ -37,7 +37,7 @@ class LLM:
             ConfigError: an option is unknown, or cannot be honoured here.
             ModelError: the model cannot be found, read or understood.
         """
-        self.engine = LLMEngine.from_options(model, **options)
+        self.engine = load_engine(engine_config(model, options))
         self._chat_templates = ChatTemplates(self.engine.tokenizer)
         self._num_requests = 0
 
@@ -155,6 +155,28 @@ class LLM:
         self.close()
 
 
+LOAD_BAR_AFTER = 1.0  # seconds
+
+
+def load_engine(config: EngineConfig, *, progress: bool | None = None) -> LLMEngine:
+    """An engine. A load that takes over a second shows how far it has come.
+
+    Args:
+        progress: show a bar on stderr; None shows one on a terminal.
+
+    Raises:
+        ModelError, ConfigError: as for `LLM`.
+    """
+    start = time.perf_counter()
+    with _bar("loading weights", progress) as update:
+
+        def on_load(share: float) -> None:
+            if time.perf_counter() - start > LOAD_BAR_AFTER:
+                update(completed=100 * share, total=100, note=f"{share:.0%}")
+
+        return LLMEngine(config, on_load=on_load)
+
+
 def run_until_idle(
     engine: LLMEngine,
     total: int,
@@ -163,31 +185,45 @@ def run_until_idle(
     on_finish: Callable[[RequestOutput], None] | None = None,
 ) -> list[RequestOutput]:
     """Steps the engine until nothing is left; returns the finished requests in the order in which they finished."""
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("generating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.0f} tokens/s"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not (sys.stderr.isatty() if progress is None else progress),
-        transient=True,
-    )
     finished: list[RequestOutput] = []
-    before = engine.stats()["num_generated_tokens"]
-    with bar:
-        task = bar.add_task("generating", total=total, rate=0.0)
+    start, before = time.perf_counter(), engine.stats()["num_generated_tokens"]
+    with _bar("generating", progress) as update:
         while engine.has_unfinished_requests:
             for output in engine.step():
                 if output.finished:
                     finished.append(output)
                     if on_finish is not None:
                         on_finish(output)
-            elapsed = bar.tasks[task].elapsed or 0.0
-            num_tokens = engine.stats()["num_generated_tokens"] - before
-            bar.update(task, completed=len(finished), rate=num_tokens / max(elapsed, 1e-9))
+            rate = (engine.stats()["num_generated_tokens"] - before) / (time.perf_counter() - start)
+            update(completed=len(finished), total=total, note=f"{len(finished)}/{total}  {rate:.0f} tokens/s")
     return finished
+
+
+@contextmanager
+def _bar(name: str, progress: bool | None) -> Iterator[Callable[..., None]]:
+    """A bar on stderr that appears with its first update and is gone at the end; without `progress`, nothing.
+
+    rich is only imported when there is something to show.
+    """
+    if not (sys.stderr.isatty() if progress is None else progress):
+        yield lambda **fields: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn(name), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn()
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+
+    def update(**fields: Any) -> None:
+        if not bar.tasks:
+            bar.start()
+            bar.add_task(name, note="")
+        bar.update(bar.task_ids[0], **fields)
+
+    try:
+        yield update
+    finally:
+        bar.stop()
 
 
 def _listed(value: Any, name: str) -> list[Any]:

@@ -25,6 +25,7 @@ from octavo.cli.terminal import show
 from octavo.config import DEMO_MODEL
 from octavo.engine import LLMEngine
 from octavo.errors import OctavoError, RequestError
+from octavo.llm import load_engine
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.tokenizer import ChatTemplates
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     }
     config = engine_from(args)
     notes = Console(stderr=True, quiet=args.quiet, highlight=False, soft_wrap=True, style="dim")
-    engine = LLMEngine(replace(config, model=str(fetch(config.model))))
+    engine = load_engine(replace(config, model=str(fetch(config.model))), progress=False if args.quiet else None)
     templates = ChatTemplates(engine.tokenizer)
     try:
         if args.chat_template is None and not engine.tokenizer.chat_templates:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-
-from rich.console import Console
 
 from octavo.weights import resolve_model
 
@@ -15,8 +14,9 @@ def fetch(reference: str) -> Path:
     Raises:
         ModelError: there is no such model.
     """
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        return resolve_model(reference, progress=lambda line: console.print(f"octavo: {line}", markup=False))
-    with console.status("") as status:
+    if not sys.stderr.isatty():
+        return resolve_model(reference, progress=lambda line: print(f"octavo: {line}", file=sys.stderr, flush=True))
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
         return resolve_model(reference, progress=lambda line: status.update(line))

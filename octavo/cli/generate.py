@@ -10,16 +10,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from octavo.cli.fetch import fetch
 from octavo.cli.options import add_engine_flags, add_sampling_flags, engine_from, sampling_from
-from octavo.cli.terminal import show
+from octavo.cli.terminal import show, show_styled
 from octavo.config import DEMO_MODEL
 from octavo.engine import LLMEngine
 from octavo.errors import OctavoError, RequestError
-from octavo.llm import run_until_idle
+from octavo.llm import load_engine, run_until_idle
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 
@@ -45,9 +42,10 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_from(args)
     config = engine_from(args)
     prompts = _prompts(args)
-    notes = Console(stderr=True, quiet=args.quiet, highlight=False, soft_wrap=True)
-    engine = LLMEngine(replace(config, model=str(fetch(config.model))))
-    notes.print(str(engine.boot_report), style="dim", markup=False)
+    quiet = False if args.quiet else None
+    engine = load_engine(replace(config, model=str(fetch(config.model))), progress=quiet)
+    if not args.quiet:
+        show_styled(f"{engine.boot_report}\n", "dim", sys.stderr)
     refused = 0
     start = time.perf_counter()
     for i, prompt in enumerate(prompts):
@@ -58,14 +56,14 @@ def run(args: argparse.Namespace) -> int:
             print(f"octavo: error: prompt {i}: {error}", file=sys.stderr)
             if args.json:
                 _print_record({"index": i, "prompt": prompt, "error": str(error)})
-    quiet = False if args.quiet else None
     finished = run_until_idle(
         engine, len(prompts) - refused, progress=quiet, on_finish=_print_json if args.json else None
     )
     seconds = time.perf_counter() - start
     if not args.json:
         _print_texts(sorted(finished, key=lambda output: int(output.request_id)))
-    notes.print(_statistics(engine, finished, seconds), style="dim", markup=False)
+    if not args.quiet:
+        show_styled(_statistics(engine, finished, seconds) + "\n", "dim", sys.stderr)
     failed = [output for output in finished if output.error is not None]
     for output in failed:
         print(f"octavo: error: prompt {output.request_id}: {output.error}", file=sys.stderr)
@@ -110,17 +108,13 @@ def _read_file(path: Path) -> list[str]:
 
 
 def _print_texts(outputs: list[RequestOutput]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    bold, plain = ("\x1b[1m", "\x1b[0m") if console.is_terminal and not console.no_color else ("", "")
     for output in outputs:
         for completion in output.outputs:
-            print(bold, end="")
-            show(output.prompt or "")
-            print(plain, end="")
+            show_styled(output.prompt or "", "bold", sys.stdout)
             show(completion.text + "\n")
             which = f"choice {completion.index + 1} of {len(output.outputs)}, " if len(output.outputs) > 1 else ""
-            note = f"[{which}{len(completion.token_ids)} tokens, {completion.finish_reason}]\n"
-            console.print(Text(note, style="dim"))
+            note = f"[{which}{len(completion.token_ids)} tokens, {completion.finish_reason}]\n\n"
+            show_styled(note, "dim", sys.stdout)
 
 
 def _print_json(output: RequestOutput) -> None:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from importlib import import_module
 
 from octavo import __version__
-from octavo.cli import chat, generate, inspect, pull
 from octavo.errors import OctavoError
 from octavo.metrics import configure_logging
+
+COMMANDS = ("generate", "chat", "inspect", "pull")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0; 1 after an error, told in one line on stderr; 130 after Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="octavo", description="A paged LLM inference and serving engine.")
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, chat, inspect, pull):
+    # A command that is named is the only one that is imported: it starts the sooner.
+    for name in argv[:1] if argv and argv[0] in COMMANDS else COMMANDS:
+        command = import_module(f"octavo.cli.{name}")
         sub = command.add_parser(commands)
         sub.add_argument("-v", "--verbose", action="store_true", help="log events to stderr, one line each")
         sub.set_defaults(run=command.run)

@@ -55,14 +55,16 @@ _LISTS: dict[str, dict[str, Any]] = {
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
+    hints = get_type_hints(EngineConfig)
     for f in fields(EngineConfig):
         if f.name != "model":
-            _add_flag(group, EngineConfig, f.name, f.default, f.metadata["help"])
+            _add_flag(group, f.name, hints[f.name], f.default, f.metadata["help"])
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = (), **defaults: Any) -> None:
     """All but `seed`: a command's `--seed` is the engine's, from which each of its requests draws its own."""
     group = parser.add_argument_group("sampling")
+    hints = get_type_hints(SamplingParams)
     for f in fields(SamplingParams):
         if f.name == "seed" or f.name in without:
             continue
@@ -71,7 +73,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, without: Collection[s
             group.add_argument(flag, help=_SAMPLING_HELP[f.name], **_LISTS[f.name])
         else:
             default = defaults.get(f.name, f.default)
-            _add_flag(group, SamplingParams, f.name, default, _SAMPLING_HELP[f.name])
+            _add_flag(group, f.name, hints[f.name], default, _SAMPLING_HELP[f.name])
 
 
 def engine_from(args: argparse.Namespace) -> EngineConfig:
@@ -86,11 +88,10 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def _add_flag(group: argparse._ArgumentGroup, owner: type, name: str, default: Any, text: str) -> None:
+def _add_flag(group: argparse._ArgumentGroup, name: str, hint: Any, default: Any, text: str) -> None:
     flag = "--" + name.replace("_", "-")
     if default is MISSING:
-        raise ValueError(f"{owner.__name__}.{name} has no default and cannot be a flag")
-    hint = get_type_hints(owner)[name]
+        raise ValueError(f"{name} has no default and cannot be a flag")
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
     shown = text if default in (None, ()) else f"{text} (default: {default})"
     if kinds == [bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from octavo.config import EngineConfig, engine_config
@@ -29,8 +30,11 @@ class LLMEngine:
         add_request -> InputProcessor -> EngineCore (Scheduler -> Executor) -> OutputProcessor -> step's return value
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, on_load: Callable[[float], None] | None = None) -> None:
         """
+        Args:
+            on_load: called with the share of the weights that are loaded, 0 to 1, as they are.
+
         Raises:
             ModelError: the model cannot be found, read or understood.
             ConfigError: an option cannot be honoured on this machine.
@@ -42,7 +46,7 @@ class LLMEngine:
             checkpoint.path, checkpoint.metadata, checkpoint.config, checkpoint.generation_config
         )
         vocab_size = min(self.tokenizer.vocab_size, self.model_config.vocab_size)
-        executor = LocalExecutor(config, self.model_config, checkpoint, vocab_size)
+        executor = LocalExecutor(config, self.model_config, checkpoint, vocab_size, on_load)
         self.boot_report: BootReport = executor.boot_report
         self._core = EngineCore(config, executor)
         max_model_len = self.boot_report.memory.max_model_len

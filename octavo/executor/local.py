@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from octavo.config import EngineConfig, ModelConfig
 from octavo.core import StepPlan, StepResult
 from octavo.errors import OctavoError
@@ -12,8 +14,16 @@ from octavo.worker import BootReport, Worker
 
 
 class LocalExecutor(Executor):
-    def __init__(self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, vocab_size: int) -> None:
-        self._worker: Worker | None = Worker(config, model, checkpoint, vocab_size)
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        checkpoint: Checkpoint,
+        vocab_size: int,
+        on_load: Callable[[float], None] | None = None,
+    ) -> None:
+        """See `Worker`."""
+        self._worker: Worker | None = Worker(config, model, checkpoint, vocab_size, on_load)
         self._boot_report = self._worker.boot_report
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from octavo.backends.base import Backend
@@ -19,18 +20,25 @@ GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL
 
 
 def make_backend(
-    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, vocab_size: int
+    config: EngineConfig,
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    vocab_size: int,
+    on_load: Callable[[float], None],
 ) -> tuple[Backend, str | None]:
     """A backend with the model's weights, and a note for the user where it is not the one to expect.
+
+    Args:
+        vocab_size, on_load: as of `Worker`.
 
     Raises:
         ConfigError: the backend is missing here, or cannot honour an option.
         ModelError: the checkpoint does not hold the tensors that the model needs.
     """
     if config.backend == "torch" or (config.backend == "auto" and _wants_gpu(config)):
-        return _torch_backend(config, model, checkpoint, vocab_size), None
+        return _torch_backend(config, model, checkpoint, vocab_size, on_load), None
     try:
-        return _cpu_backend(config, model, checkpoint, vocab_size), None
+        return _cpu_backend(config, model, checkpoint, vocab_size, on_load), None
     except ImportError as error:
         if error.name != NATIVE:
             raise
@@ -38,7 +46,7 @@ def make_backend(
     if config.backend == "cpu":
         raise ConfigError(f"backend='cpu': {missing}; reinstall octavo where there is a C++ compiler, or use 'torch'")
     log_event("native_runtime_missing", {"reason": missing, "backend": "torch"}, logging.WARNING)
-    return _torch_backend(config, model, checkpoint, vocab_size), f"{missing}; torch runs the model, more slowly"
+    return _torch_backend(config, model, checkpoint, vocab_size, on_load), f"{missing}; torch runs the model, more slowly"
 
 
 def _wants_gpu(config: EngineConfig) -> bool:
@@ -52,7 +60,13 @@ def _wants_gpu(config: EngineConfig) -> bool:
     return resolve_device("auto") != "cpu"
 
 
-def _cpu_backend(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, vocab_size: int) -> Backend:
+def _cpu_backend(
+    config: EngineConfig,
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    vocab_size: int,
+    on_load: Callable[[float], None],
+) -> Backend:
     from octavo.backends.cpu import CpuBackend
 
     if config.device not in ("auto", "cpu"):
@@ -66,10 +80,17 @@ def _cpu_backend(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoin
         block_size=config.block_size,
         num_threads=config.num_threads,
         vocab_size=vocab_size,
+        on_load=on_load,
     )
 
 
-def _torch_backend(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, vocab_size: int) -> Backend:
+def _torch_backend(
+    config: EngineConfig,
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    vocab_size: int,
+    on_load: Callable[[float], None],
+) -> Backend:
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("backend='torch' needs torch, which is not installed: pip install 'octavo[torch]'")
     from octavo.backends.torch import TorchBackend, resolve_device
@@ -87,4 +108,5 @@ def _torch_backend(config: EngineConfig, model: ModelConfig, checkpoint: Checkpo
         block_size=config.block_size,
         num_threads=config.num_threads,
         sampler=Sampler(vocab_size),
+        on_load=on_load,
     )

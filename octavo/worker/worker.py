@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.config import EngineConfig, ModelConfig
@@ -59,17 +60,25 @@ class BootReport:
 class Worker:
     """Loads a model when it is made; then `execute` runs step after step."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        checkpoint: Checkpoint,
+        vocab_size: int,
+        on_load: Callable[[float], None] | None = None,
+    ) -> None:
         """
         Args:
             vocab_size: ids that the tokeniser knows; larger ones are never sampled.
+            on_load: called with the share of the weights that are loaded, 0 to 1, as they are.
 
         Raises:
             ConfigError: the backend is missing here, or the memory does not suffice.
             ModelError: the checkpoint does not hold the tensors that the model needs.
         """
         start = time.perf_counter()
-        backend, note = make_backend(config, model, checkpoint, vocab_size)
+        backend, note = make_backend(config, model, checkpoint, vocab_size, on_load or (lambda share: None))
         memory = CacheEngine(backend, config, model).plan
         try:
             self._runner = ModelRunner(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from octavo.backends.base import Backend, Batch
 from octavo.backends.cpu.cores import usable_cores
 from octavo.backends.cpu.lower import check_graph, lower
 from octavo.backends.cpu.native import Program, isas, sampling
+from octavo.backends.cpu.packing import pack
 from octavo.backends.cpu.profiler import CpuProfiler
 from octavo.backends.host_memory import memory_limit
 from octavo.errors import ConfigError
@@ -36,6 +37,7 @@ class CpuBackend(Backend):
         num_threads: None is one for each core that the process may use.
         vocab_size: ids from here on are never sampled.
         isa: a kernel table of this machine; None is what OCTAVO_ISA names, else the fastest. All give the same bits.
+        on_load: called with the share of the weights that are packed, 0 to 1, as they are.
         fuse: False runs every op of the graph on its own: the same bits, slower.
 
     Raises:
@@ -53,6 +55,7 @@ class CpuBackend(Backend):
         num_threads: int | None,
         vocab_size: int,
         isa: str | None = None,
+        on_load: Callable[[float], None] = lambda share: None,
         fuse: bool = True,
     ) -> None:
         if kv_cache_dtype != "bfloat16":
@@ -70,7 +73,8 @@ class CpuBackend(Backend):
         self._vocab_size = vocab_size
         self._kv_shapes = graph.kv_shapes
         self._program = Program(_resolve_isa(isa), _resolve_threads(num_threads))
-        lower(graph, weights, self._program, fuse=fuse)
+        jobs = lower(graph, weights, self._program, fuse=fuse)
+        pack(self._program, jobs, on_load)
 
     @property
     def description(self) -> str:

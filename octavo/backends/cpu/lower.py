@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.backends.cpu.fusion import fuse as fuse_steps
 from octavo.backends.cpu.native import Program
-from octavo.backends.cpu.packing import round_to_bfloat16, rows_in_parts
+from octavo.backends.cpu.packing import PackingJob, round_to_bfloat16
 from octavo.backends.cpu.steps import PANEL, Matmul, Part, Step, count_uses, outputs_of, width_of, with_matmuls
 from octavo.errors import ConfigError
 from octavo.graph import Graph, Node, Value, Weight
@@ -40,25 +40,31 @@ def check_graph(graph: Graph) -> None:
             )
 
 
-def lower(graph: Graph, weights: Mapping[str, WeightTensor], program: Program, *, fuse: bool) -> None:
-    """Build the graph's ops and weights into an empty program.
+def lower(graph: Graph, weights: Mapping[str, WeightTensor], program: Program, *, fuse: bool) -> list[PackingJob]:
+    """Build the graph's ops into an empty program, with room for the weights.
 
     Args:
-        weights: the checkpoint's tensors by internal name; each is expanded a few rows at a time.
+        weights: the checkpoint's tensors by internal name.
         fuse: False leaves every op on its own; the results are the same bits.
+
+    Returns:
+        What is still to be packed.
     """
     steps = list(with_matmuls(graph.nodes))
     if fuse:
         steps = fuse_steps(steps)
-    _Lowering(program, weights).emit(steps)
+    lowering = _Lowering(program, weights)
+    lowering.emit(steps)
+    return lowering.jobs
 
 
 class _Lowering:
-    """Where each value lies, and what has been packed already."""
+    """Where each value lies, and which weights there are."""
 
     def __init__(self, program: Program, weights: Mapping[str, WeightTensor]) -> None:
         self.program = program
         self.places: dict[str, Place] = {}
+        self.jobs: list[PackingJob] = []
         self._tensors = weights
         self._packed: dict[tuple[Part, ...], int] = {}
         self._rotations: dict[tuple[tuple[float, ...], float], int] = {}
@@ -110,8 +116,8 @@ class _Lowering:
             n = rows if len(parts) == 1 else _count_panels(parts) * PANEL
             self._packed[parts] = index = self.program.add_weight(n, k)
             for part in parts:
-                for first, some in rows_in_parts(self._tensors[part.weight.name]):
-                    self.program.pack(index, part.first_panel, part.panel_step, some, first)
+                tensor = self._tensors[part.weight.name]
+                self.jobs.append(PackingJob(index, part.first_panel, part.panel_step, tensor))
         return self._packed[parts]
 
     def _bias(self, parts: tuple[Part, ...]) -> int:

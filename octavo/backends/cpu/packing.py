@@ -2,28 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.backends.cpu.native import Program
 from octavo.backends.cpu.steps import PANEL
 from octavo.weights import WeightTensor
 from octavo.weights.quants import dequantize
 
 Float32 = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
 
-PART_BYTES = 8 << 20  # of float32 rows expanded at a time
+PART_BYTES = 2 << 20  # of float32 rows expanded at a time: they stay in a cache until they are packed
 
 
-def rows_in_parts(tensor: WeightTensor) -> Iterator[tuple[int, Float32]]:
-    """The rows of a matrix as float32, whole panels of them at a time, each time with the number of the first."""
+@dataclass(frozen=True, slots=True)
+class PackingJob:
+    """A tensor to be packed into panels first_panel, first_panel + panel_step, ... of a weight of the program."""
+
+    weight: int
+    first_panel: int
+    panel_step: int
+    tensor: WeightTensor
+
+
+def pack(program: Program, jobs: Sequence[PackingJob], on_load: Callable[[float], None]) -> None:
+    """Packs all weights on as many threads as the program has; numpy and the program release the GIL as they work.
+
+    Args:
+        on_load: called with the share that is packed, 0 to 1, in the caller's thread.
+
+    Raises:
+        ModelError: a tensor is of a type that octavo cannot read.
+    """
+
+    def pack_rows(job: PackingJob, first: int, raw: Bytes) -> int:
+        """Returns how many bytes of the file that were."""
+        rows = dequantize(raw, job.tensor.dtype).reshape(-1, job.tensor.shape[1])
+        program.pack(job.weight, job.first_panel, job.panel_step, np.ascontiguousarray(rows), first)
+        return raw.nbytes
+
+    done, total = 0, sum(job.tensor.nbytes for job in jobs)
+    parts = ((job, first, raw) for job in jobs for first, raw in _parts(job.tensor))
+    with ThreadPoolExecutor(program.num_threads) as threads:
+        running = deque(threads.submit(pack_rows, *part) for part in islice(parts, 4 * program.num_threads))
+        while running:
+            done += running.popleft().result()
+            on_load(done / total)
+            running.extend(threads.submit(pack_rows, *part) for part in islice(parts, 1))
+
+
+def _parts(tensor: WeightTensor) -> Iterator[tuple[int, Bytes]]:
+    """The stored rows of a matrix, whole panels of them at a time, each time with the number of the first."""
     raw = tensor.raw
     n, k = tensor.shape
     size = max(1, PART_BYTES // (4 * k * PANEL)) * PANEL
     for first in range(0, n, size):
-        rows = dequantize(raw[first : first + size], tensor.dtype).reshape(-1, k)
-        yield first, np.ascontiguousarray(rows)
+        yield first, raw[first : first + size]
 
 
 def round_to_bfloat16(x: Float32) -> Float32:

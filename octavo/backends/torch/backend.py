@@ -48,6 +48,7 @@ class TorchBackend(Backend):
         num_threads: of torch's operators. torch keeps this number per process and calling thread, so it is set in
             every `execute` that finds another; None leaves torch's own choice.
         sampler: draws tokens from the logits.
+        on_load: called with the share of the weights that are loaded, 0 to 1, as they are.
 
     Raises:
         ConfigError: the device does not exist.
@@ -65,13 +66,14 @@ class TorchBackend(Backend):
         block_size: int,
         num_threads: int | None,
         sampler: Sampler,
+        on_load: Callable[[float], None] = lambda share: None,
     ) -> None:
         self._device = torch.device(resolve_device(device))
         graph.check_weights({name: tensor.shape for name, tensor in weights.items()})
-        self._weights = {
-            weight.name: _load(weights[weight.name], _DTYPES[weight.dtype], self._device)
-            for weight in graph.weights.values()
-        }
+        self._weights: dict[str, torch.Tensor] = {}
+        for weight in graph.weights.values():
+            self._weights[weight.name] = _load(weights[weight.name], _DTYPES[weight.dtype], self._device)
+            on_load(len(self._weights) / len(graph.weights))
         self._dtype = dtype
         self._kv_cache_dtype = kv_cache_dtype
         self._block_size = block_size
