@@ -28,6 +28,7 @@ template <class T, int Dims>
 using Array = nb::ndarray<T, nb::ndim<Dims>, nb::device::cpu>;
 using Bf16s = Array<bf16, 2>;
 using ConstBf16s = Array<const bf16, 2>;
+using Floats = Array<float, 2>;
 using FlatBf16 = Array<const bf16, 1>;
 using FlatFloat = Array<const float, 1>;
 using Range = std::optional<std::pair<std::int64_t, std::int64_t>>;
@@ -57,6 +58,12 @@ Rows rows_of(const Array<T, 2>& a, std::int64_t width) {
   return {const_cast<bf16*>(a.data()), a.stride(0)};
 }
 
+FloatRows rows_of(const Array<float, 2>& a, std::int64_t width) {
+  expect(a.stride(1) == 1 || a.shape(1) == 1, "the columns of an array must be contiguous");
+  expect(static_cast<std::int64_t>(a.shape(1)) >= width, "an array has too few columns");
+  return {a.data(), a.stride(0)};
+}
+
 std::pair<std::int64_t, std::int64_t> bounds(const Range& range, std::int64_t limit) {
   const auto r = range.value_or(std::pair<std::int64_t, std::int64_t>{0, limit});
   expect(0 <= r.first && r.first <= r.second && r.second <= limit, "a range is out of bounds");
@@ -80,8 +87,8 @@ Gate gate_of(const std::string& name) {
 }
 
 void matmul(const std::string& name, ConstBf16s x, FlatBf16 packed, int n, int k, std::optional<Bf16s> out,
-            std::optional<Array<float, 2>> out_float, const std::string& epilogue, std::optional<FlatFloat> bias,
-            std::optional<ConstBf16s> residual, int out_width, Range rows, Range panels) {
+            std::optional<Floats> out_float, const std::string& epilogue, std::optional<FlatFloat> bias,
+            std::optional<Floats> residual, int out_width, Range rows, Range panels) {
   Matmul m;
   m.w = {packed.data(), n, k};
   m.x = rows_of(x, m.w.padded_k());
@@ -93,10 +100,9 @@ void matmul(const std::string& name, ConstBf16s x, FlatBf16 packed, int n, int k
     expect(static_cast<int>(bias->shape(0)) == m.w.panels() * kPanel, "bias must have n rounded up to 16 elements");
     m.bias = bias->data();
   }
-  if (m.epilogue == Epilogue::kFloat) {
-    expect(out_float && static_cast<int>(out_float->shape(1)) >= out_width, "out_float is missing or too narrow");
-    m.out_float = out_float->data();
-    m.out_float_stride = out_float->stride(0);
+  if (m.epilogue == Epilogue::kFloat || m.epilogue == Epilogue::kAdd) {
+    expect(out_float.has_value(), "out_float is missing");
+    m.out_float = rows_of(*out_float, out_width);
   } else {
     expect(out.has_value(), "out is missing");
     m.out = rows_of(*out, out_width);
@@ -109,9 +115,18 @@ void matmul(const std::string& name, ConstBf16s x, FlatBf16 packed, int n, int k
   table(name).matmul(m, r.first, r.second, static_cast<int>(p.first), static_cast<int>(p.second));
 }
 
-void rms_norm(const std::string& name, ConstBf16s x, Bf16s out, FlatFloat weight, int groups, float eps, Range rows) {
-  const int width = static_cast<int>(weight.shape(0));
-  const RmsNorm n{rows_of(x, groups * width), rows_of(out, groups * width), weight.data(), groups, width, eps};
+void take(RmsNorm& n, const ConstBf16s& x, int width) { n.x = rows_of(x, width); }
+void take(RmsNorm& n, const Floats& x, int width) { n.x_float = rows_of(x, width); }
+
+template <class X>
+void rms_norm(const std::string& name, X x, Bf16s out, FlatFloat weight, int groups, float eps, Range rows) {
+  RmsNorm n;
+  n.weight = weight.data();
+  n.groups = groups;
+  n.width = static_cast<int>(weight.shape(0));
+  n.eps = eps;
+  n.out = rows_of(out, groups * n.width);
+  take(n, x, groups * n.width);
   const auto r = bounds(rows, static_cast<std::int64_t>(x.shape(0)));
   const FlushSubnormals mode;
   table(name).rms_norm(n, r.first, r.second);
@@ -134,7 +149,7 @@ void gate_mul(const std::string& name, ConstBf16s gate, ConstBf16s up, Bf16s out
   table(name).gate_mul(g, r.first, r.second);
 }
 
-void add(const std::string& name, ConstBf16s a, ConstBf16s b, Bf16s out, int width, Range rows) {
+void add(const std::string& name, Floats a, ConstBf16s b, Floats out, int width, Range rows) {
   const Add sum{rows_of(a, width), rows_of(b, width), rows_of(out, width), width};
   const auto r = bounds(rows, static_cast<std::int64_t>(a.shape(0)));
   const FlushSubnormals mode;
@@ -199,8 +214,10 @@ void bind_kernels(nb::module_& parent) {
         "out"_a.noconvert().none() = nb::none(), "out_float"_a.noconvert().none() = nb::none(), "epilogue"_a = "store",
         "bias"_a.noconvert().none() = nb::none(), "residual"_a.noconvert().none() = nb::none(), "out_width"_a,
         "rows"_a = nb::none(), "panels"_a = nb::none());
-  m.def("rms_norm", octavo::rms_norm, "table"_a, "x"_a.noconvert(), "out"_a.noconvert(), "weight"_a.noconvert(),
-        "groups"_a = 1, "eps"_a, "rows"_a = nb::none());
+  m.def("rms_norm", octavo::rms_norm<octavo::ConstBf16s>, "table"_a, "x"_a.noconvert(), "out"_a.noconvert(),
+        "weight"_a.noconvert(), "groups"_a = 1, "eps"_a, "rows"_a = nb::none());
+  m.def("rms_norm", octavo::rms_norm<octavo::Floats>, "table"_a, "x"_a.noconvert(), "out"_a.noconvert(),
+        "weight"_a.noconvert(), "groups"_a = 1, "eps"_a, "rows"_a = nb::none());
   m.def("rope", octavo::rope, "table"_a, "x"_a.noconvert(), "out"_a.noconvert(), "cos"_a.noconvert(), "sin"_a.noconvert(),
         "heads"_a, "head_dim"_a, "rows"_a = nb::none());
   m.def("gate_mul", octavo::gate_mul, "table"_a, "gate"_a.noconvert(), "up"_a.noconvert(), "out"_a.noconvert(), "width"_a,

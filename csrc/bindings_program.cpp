@@ -226,7 +226,7 @@ void bind_program(nb::module_& m) {
       .def_prop_ro("num_threads", &Program::num_threads)
       .def_prop_ro("vocab_size", &Program::vocab_size)
       .def_prop_ro("weight_bytes", &Program::weight_bytes)
-      .def("add_buffer", &Program::add_buffer, "width"_a, "selected"_a)
+      .def("add_buffer", &Program::add_buffer, "width"_a, "selected"_a, "stream"_a)
       .def("add_weight", &Program::add_weight, "n"_a, "k"_a)
       .def("pack",
            [](Program& p, int weight, int first_panel, int panel_step, Array<float, 2> rows, int first) {

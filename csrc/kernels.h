@@ -2,8 +2,8 @@
 //
 // The bits contract, as these kernels keep it
 // --------------------------------------------
-// * Activations, weights, keys and values are bfloat16; everything inside an op is float32, and its result is rounded
-//   once (to nearest even) where it is written. No fast-math, no contraction; an FMA is only used on a product of two
+// * Activations, weights, keys and values are bfloat16, but for the residual stream, which is float32; everything inside an op
+//   is float32, and its result is rounded once (to nearest even) where it is written. No fast-math, no contraction; an FMA is only used on a product of two
 //   bfloat16 numbers, which is exact in float32, so that FMA and mul + add agree.
 // * Matrix products follow the rule of AMX's TDPBF16PS: for each chunk of 32 k's two sums start at zero, one takes the
 //   products of the even k's in order, the other those of the odd k's; then acc += (even + odd), with acc from zero.
@@ -59,13 +59,20 @@ struct Rows {
   OCTAVO_INLINE bf16* row(std::int64_t i) const { return data + i * stride; }
 };
 
+// Rows of the residual stream: likewise in float32.
+struct FloatRows {
+  float* data = nullptr;
+  std::int64_t stride = 0;  // elements
+  OCTAVO_INLINE float* row(std::int64_t i) const { return data + i * stride; }
+};
+
 enum class Epilogue {
   kStore,      // out = bf16(acc + bias)
-  kAdd,        // out = bf16(float(bf16(acc + bias)) + residual)
+  kAdd,        // out_float = residual + float(bf16(acc + bias))
   kSiluMul,    // panels 2j and 2j + 1 hold gate and up of columns 16j ..: g = bf16(acc_g + bias_g), u = bf16(acc_u + bias_u),
                // out = bf16(silu(g) * u); `out` has half as many columns
   kGeluMul,    // likewise with gelu (tanh form)
-  kFloat,      // out_float = acc + bias, float32
+  kFloat,      // out_float = acc + bias
 };
 
 struct Matmul {
@@ -74,14 +81,14 @@ struct Matmul {
   const float* bias = nullptr;     // [round_up(n, 16)] in the panels' order, or null: nothing is added
   Epilogue epilogue = Epilogue::kStore;
   Rows out;
-  Rows residual;                   // kAdd; may be the same memory as out
-  float* out_float = nullptr;      // kFloat: [rows, out_float_stride]
-  std::int64_t out_float_stride = 0;
+  FloatRows residual;              // kAdd; may be the same memory as out_float
+  FloatRows out_float;             // kAdd, kFloat
   int out_width = 0;               // columns to write
 };
 
 struct RmsNorm {
   Rows x, out;                     // may be the same memory
+  FloatRows x_float;               // when it has data, this is x: rows of the residual stream
   const float* weight = nullptr;   // [width]
   int groups = 1;                  // groups * width columns; each group (a head, for q and k norms) by itself
   int width = 0;
@@ -105,7 +112,9 @@ struct GateMul {
 };
 
 struct Add {
-  Rows a, b, out;
+  FloatRows a;                     // the residual stream
+  Rows b;
+  FloatRows out;                   // out = a + b; may be the same memory as a
   int width = 0;
 };
 

@@ -51,15 +51,12 @@ void for_tiles(Units& units, std::int64_t rows, int panels, std::int64_t row_til
 
 void EmbedOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
   const PackedWeight& w = runtime.weights[weight_].packed;
-  const Rows out = runtime.at(out_);
+  const FloatRows out = runtime.stream_at(out_);
   for (std::int64_t i = begin; i < end; ++i) {
     const int token = runtime.step.token_ids[i];
     const bf16* column = w.panel(token / kPanel) + token % kPanel * 2;
-    bf16* row = out.row(i);
-    for (int k = 0; k < w.k; ++k) {
-      const bf16 value = column[k / 2 * (2 * kPanel) + k % 2];
-      row[k] = scale_ == 1 ? value : round_to_bf16(widen(value) * scale_);
-    }
+    float* row = out.row(i);
+    for (int k = 0; k < w.k; ++k) row[k] = widen(column[k / 2 * (2 * kPanel) + k % 2]) * scale_;
   }
 }
 
@@ -74,16 +71,21 @@ void RotationTableOp::run_rows(const Runtime& runtime, std::int64_t begin, std::
 }
 
 void SelectRowsOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
-  const Rows x = runtime.at(x_), out = runtime.at(out_);
-  const int width = runtime.buffers[out_.buffer].width;
+  const Buffer& x = runtime.buffers[x_.buffer];
+  const Buffer& out = runtime.buffers[out_.buffer];
   for (std::int64_t i = begin; i < end; ++i) {
-    std::memcpy(out.row(i), x.row(runtime.step.logit_rows[i]), width * sizeof(bf16));
+    std::memcpy(out.memory.as<char>() + i * out.row_bytes(),
+                x.memory.as<char>() + runtime.step.logit_rows[i] * x.row_bytes(), out.row_bytes());
   }
 }
 
 void RmsNormOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
   RmsNorm op;
-  op.x = runtime.at(x_);
+  if (runtime.is_stream(x_)) {
+    op.x_float = runtime.stream_at(x_);
+  } else {
+    op.x = runtime.at(x_);
+  }
   op.out = runtime.at(out_);
   op.weight = runtime.vectors[weight_].data();
   op.groups = groups_;
@@ -110,7 +112,7 @@ void GateMulOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_
 }
 
 void AddOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
-  runtime.kernels.add({runtime.at(a_), runtime.at(b_), runtime.at(out_), width_}, begin, end);
+  runtime.kernels.add({runtime.stream_at(a_), runtime.at(b_), runtime.stream_at(out_), width_}, begin, end);
 }
 
 void StoreOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
@@ -149,8 +151,12 @@ void MatmulOp::run(const Runtime& runtime, Share) {
   op.w = runtime.weights[weight_].packed;
   op.bias = bias_ < 0 ? nullptr : runtime.vectors[bias_].data();
   op.epilogue = epilogue_;
-  op.out = runtime.at(out_);
-  if (epilogue_ == Epilogue::kAdd) op.residual = runtime.at(residual_);
+  if (epilogue_ == Epilogue::kAdd) {
+    op.residual = runtime.stream_at(residual_);
+    op.out_float = runtime.stream_at(out_);
+  } else {
+    op.out = runtime.at(out_);
+  }
   op.out_width = width_;
   for_tiles(units_, runtime.rows(x_), op.w.panels(), row_tile_, panel_tile_,
             [&](std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {
@@ -172,8 +178,7 @@ void LogitsOp::run(const Runtime& runtime, Share) {
   op.x.data = op.x.row(runtime.logits_begin);
   op.w = runtime.weights[weight_].packed;
   op.epilogue = Epilogue::kFloat;
-  op.out_float = runtime.logits;
-  op.out_float_stride = op.w.n;
+  op.out_float = {runtime.logits, op.w.n};
   op.out_width = op.w.n;
   for_tiles(units_, runtime.logits_end - runtime.logits_begin, op.w.panels(), row_tile_, panel_tile_,
             [&](std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {

@@ -16,8 +16,9 @@ void Program::require(bool condition, const char* what) const {
   if (!condition) throw std::invalid_argument(std::string("program: ") + what);
 }
 
-void Program::check_view(View view, int width) const {
+void Program::check_view(View view, int width, bool stream) const {
   require(view.buffer >= 0 && view.buffer < static_cast<int>(runtime_.buffers.size()), "no such buffer");
+  require(runtime_.is_stream(view) == stream, "a buffer of the residual stream where another belongs, or the reverse");
   require(view.column >= 0 && width > 0 && view.column + width <= runtime_.buffers[view.buffer].width,
           "columns past the end of a buffer");
 }
@@ -28,9 +29,9 @@ void Program::check_operand(View view, int k) const {
   require(view.column % kChunk == 0, "a product reads from a column that is a multiple of 32");
 }
 
-int Program::add_buffer(int width, bool selected) {
+int Program::add_buffer(int width, bool selected, bool stream) {
   require(width > 0, "a buffer needs columns");
-  runtime_.buffers.push_back({width, selected, {}});
+  runtime_.buffers.push_back({width, selected, stream, {}});
   return static_cast<int>(runtime_.buffers.size()) - 1;
 }
 
@@ -79,22 +80,24 @@ int Program::add_cache(int kv_heads, int head_dim) {
 void Program::embed(int weight, float scale, View out) {
   require(weight >= 0 && weight < static_cast<int>(runtime_.weights.size()), "no such weight");
   require(body_.empty(), "embed is the first op");
-  check_view(out, runtime_.weights[weight].packed.k);
+  check_view(out, runtime_.weights[weight].packed.k, true);
   vocab_size_ = runtime_.weights[weight].packed.n;
   body_.push_back(std::make_unique<RotationTableOp>(out));
   body_.push_back(std::make_unique<EmbedOp>(weight, scale, out));
 }
 
 void Program::select_rows(View x, View out) {
-  check_view(out, runtime_.buffers.at(out.buffer).width);
-  check_view(x, runtime_.buffers[out.buffer].width);
+  const Buffer& target = runtime_.buffers.at(out.buffer);
+  check_view(out, target.width, target.stream);
+  check_view(x, target.width, target.stream);
+  require(runtime_.buffers[x.buffer].width == target.width, "select_rows takes whole rows");
   require(runtime_.buffers[out.buffer].selected && !runtime_.buffers[x.buffer].selected, "select_rows goes from T to S");
   body_.push_back(std::make_unique<SelectRowsOp>(x, out));
 }
 
 void Program::rms_norm(View x, int weight, int groups, float eps, View out) {
   const int width = groups * static_cast<int>(runtime_.vectors.at(weight).size());
-  check_view(x, width);
+  check_view(x, width, runtime_.buffers.at(x.buffer).stream);
   check_view(out, width);
   body_.push_back(std::make_unique<RmsNormOp>(x, weight, groups, eps, out));
 }
@@ -112,7 +115,8 @@ void Program::gate_mul(View gate, View up, Gate f, int width, View out) {
 }
 
 void Program::add(View a, View b, int width, View out) {
-  for (View view : {a, b, out}) check_view(view, width);
+  for (View view : {a, out}) check_view(view, width, true);
+  check_view(b, width);
   body_.push_back(std::make_unique<AddOp>(a, b, width, out));
 }
 
@@ -139,8 +143,8 @@ void Program::matmul(View x, int weight, int bias, Epilogue epilogue, View resid
   const PackedWeight& w = runtime_.weights.at(weight).packed;
   const bool gated = epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluMul;
   check_operand(x, w.k);
-  check_view(out, width);
-  if (epilogue == Epilogue::kAdd) check_view(residual, width);
+  check_view(out, width, epilogue == Epilogue::kAdd);
+  if (epilogue == Epilogue::kAdd) check_view(residual, width, true);
   require(epilogue != Epilogue::kFloat, "float32 rows are logits: use that");
   require(gated ? w.panels() % 2 == 0 && width <= w.panels() / 2 * kPanel : width <= w.panels() * kPanel,
           "a product writes more columns than its weight has");
@@ -225,7 +229,7 @@ void Program::grow(const Step& step) {
     for (Buffer& buffer : runtime_.buffers) {
       if (buffer.selected == (selected == 1)) {
         buffer.memory = Memory();
-        buffer.memory = Memory(static_cast<std::size_t>(capacity * buffer.stride()) * sizeof(bf16));
+        buffer.memory = Memory(static_cast<std::size_t>(capacity * buffer.row_bytes()));
       }
     }
     if (selected == 0) {

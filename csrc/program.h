@@ -38,7 +38,7 @@ class Program {
 
   // Building. Each add_... gives back the number by which ops name the thing. Widths and shapes that do not fit raise
   // std::invalid_argument; so do numbers of what is not there.
-  int add_buffer(int width, bool selected);
+  int add_buffer(int width, bool selected, bool stream);
   int add_weight(int n, int k);
   // Rounds rows [count, k] to bfloat16 and packs them: row i becomes row (first + i) of the panels first_panel,
   // first_panel + panel_step, ... of the weight. first: a multiple of 16. Several threads may pack different rows at once.
@@ -83,7 +83,7 @@ class Program {
 
  private:
   void require(bool condition, const char* what) const;
-  void check_view(View view, int width) const;
+  void check_view(View view, int width, bool stream = false) const;
   void check_operand(View view, int k) const;
   void check(const Step& step) const;
   void grow(const Step& step);

@@ -29,8 +29,10 @@ struct Step {
 struct Buffer {
   int width = 0;
   bool selected = false;  // S rows, not T
+  bool stream = false;    // of the residual stream: float32, not bfloat16
   Memory memory;
   std::int64_t stride() const { return (width + kChunk - 1) / kChunk * kChunk; }
+  std::int64_t row_bytes() const { return stride() * static_cast<std::int64_t>(stream ? sizeof(float) : sizeof(bf16)); }
 };
 
 // A value: the columns of a buffer from `column` on.
@@ -91,6 +93,11 @@ struct Runtime {
   Rows at(View view) const {
     const Buffer& buffer = buffers[view.buffer];
     return {buffer.memory.as<bf16>() + view.column, buffer.stride()};
+  }
+  bool is_stream(View view) const { return buffers[view.buffer].stream; }
+  FloatRows stream_at(View view) const {
+    const Buffer& buffer = buffers[view.buffer];
+    return {buffer.memory.as<float>() + view.column, buffer.stride()};
   }
 };
 

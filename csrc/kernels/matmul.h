@@ -25,9 +25,9 @@ OCTAVO_INLINE void finish(const Matmul& m, std::int64_t row, int first, const Ve
     const int width = m.out_width - column;
     if (width <= 0) return;
     if (m.epilogue == Epilogue::kFloat) {
-      store(m.out_float + row * m.out_float_stride + column, y[p], width);
+      store(m.out_float.row(row) + column, y[p], width);
     } else if (m.epilogue == Epilogue::kAdd) {
-      store(m.out.row(row) + column, round_to_bf16(y[p]) + load(m.residual.row(row) + column, width), width);
+      store(m.out_float.row(row) + column, load(m.residual.row(row) + column, width) + round_to_bf16(y[p]), width);
     } else {
       store(m.out.row(row) + column, y[p], width);
     }

@@ -12,6 +12,10 @@ class Trace:
     weight `layers.0.attn.q.weight`. Matrices and biases are seen at the activation dtype, norm weights in float32;
     every op computes in at least float32 inside and rounds its output once.
 
+    The residual stream, which `embed` begins and `add` continues, is float32 whatever the activation dtype: what each
+    layer adds is small beside it, and bfloat16 would lose the most of its own error there. A norm brings it back to the
+    activation dtype, and no other op takes it.
+
     Every method raises ValueError when its operands do not fit together: that is a mistake in the model's code.
 
     Args:
@@ -36,18 +40,22 @@ class Trace:
     # Tokens in, logits out
 
     def embed(self, ids: Value, name: str, vocab_size: int, width: int, *, scale: float = 1.0) -> Value:
-        """Rows of `{name}.weight` [vocab_size, width], times `scale` rounded to the activation dtype, as in Gemma."""
+        """The residual stream's beginning: rows of `{name}.weight` [vocab_size, width], times `scale`.
+
+        `scale` is first rounded to the activation dtype, as Gemma was trained.
+        """
         _check(ids.dtype == "int32" and ids.width is None, f"embed: {ids} is not one token id per row")
         weight = self._weight(f"{name}.weight", self.dtype, vocab_size, width)
-        return self._record("embed", (ids,), (weight,), {"scale": scale}, width=width)
+        return self._record("embed", (ids,), (weight,), {"scale": scale}, width=width, dtype="float32")
 
     def select_rows(self, x: Value) -> Value:
         """The rows whose logits are needed: [T, width] -> [S, width]."""
         _check(x.rows == "T", f"select_rows: {x} has been selected from already")
-        return self._record("select_rows", (x,), (), {}, width=x.width, rows="S")
+        return self._record("select_rows", (x,), (), {}, width=x.width, rows="S", dtype=x.dtype)
 
     def lm_head(self, x: Value, name: str, vocab_size: int) -> Value:
         """Logits in float32, not rounded in between: x @ `{name}.weight`.T; weight [vocab_size, width]."""
+        self._check_activations("lm_head", x)
         weight = self._weight(f"{name}.weight", self.dtype, vocab_size, _width(x))
         return self._record("lm_head", (x,), (weight,), {}, width=vocab_size, dtype="float32")
 
@@ -55,6 +63,7 @@ class Trace:
 
     def linear(self, x: Value, name: str, width: int, *, bias: bool = False) -> Value:
         """x @ `{name}.weight`.T + `{name}.bias`; weight [width, width of x], bias [width]."""
+        self._check_activations("linear", x)
         weights = [self._weight(f"{name}.weight", self.dtype, width, _width(x))]
         if bias:
             weights.append(self._weight(f"{name}.bias", self.dtype, width))
@@ -72,17 +81,20 @@ class Trace:
         weights = tuple(self._weight(f"{name}.{part}", "float32", _width(x)) for part in ("weight", "bias"))
         return self._record("layer_norm", (x,), weights, {"eps": eps}, width=x.width)
 
-    def add(self, a: Value, b: Value) -> Value:
-        """a + b."""
-        return self._same("add", a, b)
+    def add(self, stream: Value, x: Value) -> Value:
+        """The residual stream, with x added to it."""
+        _check(stream.dtype == "float32", f"add: {stream} is not the residual stream, which is float32")
+        self._check_activations("add", x)
+        _check((stream.rows, stream.width) == (x.rows, x.width), f"add: {stream} and {x} differ")
+        return self._record("add", (stream, x), (), {}, width=x.width, dtype="float32")
 
     def silu_mul(self, gate: Value, up: Value) -> Value:
         """silu(gate) * up."""
-        return self._same("silu_mul", gate, up)
+        return self._gate("silu_mul", gate, up)
 
     def gelu_mul(self, gate: Value, up: Value) -> Value:
         """gelu(gate) * up, with the tanh approximation of GELU."""
-        return self._same("gelu_mul", gate, up)
+        return self._gate("gelu_mul", gate, up)
 
     def softcap(self, x: Value, cap: float) -> Value:
         """cap * tanh(x / cap)."""
@@ -99,6 +111,7 @@ class Trace:
         """
         _check(1 <= top_k <= num_experts, f"moe: top_k={top_k} of {num_experts} experts")
         _check(activation in ("silu", "gelu_tanh"), f"moe: unknown activation {activation!r}")
+        self._check_activations("moe", x)
         hidden = _width(x)
         weights = (
             self._weight(f"{name}.router.weight", self.dtype, num_experts, hidden),
@@ -117,6 +130,7 @@ class Trace:
         The angle is position * inv_freq[i] in float32; cos and sin are scaled by `attention_factor`. Columns from 2n
         on stay as they are.
         """
+        self._check_activations("rope", x)
         _check(_width(x) % head_dim == 0, f"rope: the width of {x} is not a multiple of head_dim={head_dim}")
         _check(2 * len(inv_freq) <= head_dim, f"rope: {len(inv_freq)} frequencies are too many for head_dim={head_dim}")
         attrs: dict[str, Attr] = {"head_dim": head_dim, "inv_freq": inv_freq, "attention_factor": attention_factor}
@@ -146,6 +160,7 @@ class Trace:
         _check(q.width == num_heads * head_dim, f"attention: q is {q}, not {num_heads} heads of {head_dim}")
         for x in (k, v):
             _check(x.width == num_kv_heads * head_dim, f"attention: {x} is not {num_kv_heads} heads of {head_dim}")
+        self._check_activations("attention", q, k, v)
         _check(all(x.rows == "T" for x in (q, k, v)), "attention: works on all tokens of a step, before select_rows")
         _check(window is None or window > 0, f"attention: window={window} is not positive")
         _check(softcap is None or softcap > 0, f"attention: softcap={softcap} is not positive")
@@ -161,7 +176,7 @@ class Trace:
 
     def all_reduce(self, x: Value) -> Value:
         """The sum of x over the tensor-parallel workers, added in rank order."""
-        return self._record("all_reduce", (x,), (), {}, width=x.width)
+        return self._record("all_reduce", (x,), (), {}, width=x.width, dtype=x.dtype)
 
     def all_gather(self, x: Value, size: int) -> Value:
         """The columns of all `size` tensor-parallel workers, side by side in rank order."""
@@ -173,14 +188,20 @@ class Trace:
         return self._record("send", (x,), (), {"to": to}, width=x.width, dtype=x.dtype)
 
     def recv(self, width: int, source: int) -> Value:
-        """What pipeline stage `source` sent: [T, width]."""
-        return self._record("recv", (), (), {"source": source}, width=width, rows="T")
+        """What pipeline stage `source` sent, a residual stream: [T, width]."""
+        return self._record("recv", (), (), {"source": source}, width=width, rows="T", dtype="float32")
 
     # Recording
 
-    def _same(self, op: Op, a: Value, b: Value) -> Value:
-        _check((a.dtype, a.rows, a.width) == (b.dtype, b.rows, b.width), f"{op}: {a} and {b} differ")
-        return self._record(op, (a, b), (), {}, width=a.width)
+    def _gate(self, op: Op, gate: Value, up: Value) -> Value:
+        self._check_activations(op, gate, up)
+        _check((gate.rows, gate.width) == (up.rows, up.width), f"{op}: {gate} and {up} differ")
+        return self._record(op, (gate, up), (), {}, width=gate.width)
+
+    def _check_activations(self, op: Op, *inputs: Value) -> None:
+        for x in inputs:
+            stream = x.dtype == "float32" != self.dtype
+            _check(not stream, f"{op}: {x} is the residual stream, which a norm must read first")
 
     def _record(
         self,

@@ -84,7 +84,7 @@ def test_equals_the_definition(
         for part in (keys, values)
     ]
     found = attention(
-        Step(batch, {3: cache}, BLOCK, torch.device("cpu")),
+        Step(batch, {3: cache}, BLOCK, torch.device("cpu"), torch.float32),
         torch.from_numpy(np.concatenate(queries)).reshape(starts[-1], -1),
         *flat,
         layer=3,
@@ -109,7 +109,7 @@ def test_rope_turns_the_first_columns_and_leaves_the_rest() -> None:
     inv_freq = (1.0, 0.25, 0.0625)
     empty = np.empty(0, np.int32)
     batch = Batch(empty, positions, empty.astype(np.int64), empty, empty, empty.reshape(0, 0), empty)
-    step = Step(batch, {}, BLOCK, torch.device("cpu"))
+    step = Step(batch, {}, BLOCK, torch.device("cpu"), torch.float32)
     rows = torch.tensor(x, dtype=torch.float32).reshape(5, 20)
     found = rope(step, rows, step.positions, head_dim=10, inv_freq=inv_freq, attention_factor=1.5)
     turned = (x[..., :3] + 1j * x[..., 3:6]) * 1.5 * np.exp(1j * positions[:, None] * np.array(inv_freq))[:, None]
@@ -121,7 +121,7 @@ def test_two_ropes_in_one_step_do_not_mix() -> None:
     """Gemma 3 has one for local and one for global layers."""
     empty = np.empty(0, np.int32)
     batch = Batch(empty, np.array([9], np.int32), empty.astype(np.int64), empty, empty, empty.reshape(0, 0), empty)
-    step = Step(batch, {}, BLOCK, torch.device("cpu"))
+    step = Step(batch, {}, BLOCK, torch.device("cpu"), torch.float32)
     for frequency, factor in ((0.5, 1.0), (0.25, 1.0), (0.5, 2.0)):
         cos, sin = step.rotation((frequency,), factor)
         assert (cos.item(), sin.item()) == pytest.approx(
@@ -147,7 +147,7 @@ def test_what_a_piece_gathers_and_scores_is_bounded(window: int | None, monkeypa
         block_tables=np.zeros((28, 250), np.int32),
         logit_rows=empty,
     )
-    pieces = Step(batch, {}, BLOCK, torch.device("cpu")).pieces(AttentionShape(6, 2, HEAD_DIM, window))
+    pieces = Step(batch, {}, BLOCK, torch.device("cpu"), torch.float32).pieces(AttentionShape(6, 2, HEAD_DIM, window))
     singles = [piece for piece in pieces if isinstance(piece.rows, torch.Tensor)]
     chunks = [piece.rows for piece in pieces if isinstance(piece.rows, slice)]
     assert sorted(row for piece in singles for row in piece.rows.tolist()) == list(range(27))

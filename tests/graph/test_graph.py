@@ -10,8 +10,8 @@ from octavo.errors import ModelError
 from octavo.graph import DType, Graph, Op, Trace, Value
 
 PRINTED = """\
-graph(token_ids: i32[T], positions: i32[T]) -> %19: f32[S, 32]
-  %0: bf16[T, 8] = embed(token_ids, embed.weight: bf16[32, 8], scale=2.82843)
+graph(token_ids: i32[T], positions: i32[T]) -> %20: f32[S, 32]
+  %0: f32[T, 8] = embed(token_ids, embed.weight: bf16[32, 8], scale=2.82843)
   %1: bf16[T, 8] = rms_norm(%0, layers.0.attn_norm.weight: f32[8], eps=1e-05)
   %2: bf16[T, 24] = linear(%1, layers.0.attn.q.weight: bf16[24, 8], layers.0.attn.q.bias: bf16[24])
   %3: bf16[T, 12] = linear(%1, layers.0.attn.k.weight: bf16[12, 8])
@@ -21,16 +21,17 @@ graph(token_ids: i32[T], positions: i32[T]) -> %19: f32[S, 32]
   %7: bf16[T, 12] = rope(%5, positions, head_dim=12, inv_freq=[1, 0.5, ..., 0.015625], attention_factor=1)
   %8: bf16[T, 24] = attention(%6, %7, %4, layer=0, num_heads=2, num_kv_heads=1, head_dim=12, scale=0.25, window=4)
   %9: bf16[T, 8] = linear(%8, layers.0.attn.o.weight: bf16[8, 24])
-  %10: bf16[T, 8] = add(%0, %9)
-  %11: bf16[T, 16] = linear(%10, layers.0.mlp.gate.weight: bf16[16, 8])
-  %12: bf16[T, 16] = linear(%10, layers.0.mlp.up.weight: bf16[16, 8])
-  %13: bf16[T, 16] = silu_mul(%11, %12)
-  %14: bf16[T, 8] = linear(%13, layers.0.mlp.down.weight: bf16[8, 16])
-  %15: bf16[T, 8] = add(%10, %14)
-  %16: bf16[S, 8] = select_rows(%15)
-  %17: bf16[S, 8] = rms_norm(%16, norm.weight: f32[8], eps=1e-05)
-  %18: f32[S, 32] = lm_head(%17, embed.weight: bf16[32, 8])
-  %19: f32[S, 32] = softcap(%18, cap=30)"""
+  %10: f32[T, 8] = add(%0, %9)
+  %11: bf16[T, 8] = rms_norm(%10, layers.0.mlp_norm.weight: f32[8], eps=1e-05)
+  %12: bf16[T, 16] = linear(%11, layers.0.mlp.gate.weight: bf16[16, 8])
+  %13: bf16[T, 16] = linear(%11, layers.0.mlp.up.weight: bf16[16, 8])
+  %14: bf16[T, 16] = silu_mul(%12, %13)
+  %15: bf16[T, 8] = linear(%14, layers.0.mlp.down.weight: bf16[8, 16])
+  %16: f32[T, 8] = add(%10, %15)
+  %17: f32[S, 8] = select_rows(%16)
+  %18: bf16[S, 8] = rms_norm(%17, norm.weight: f32[8], eps=1e-05)
+  %19: f32[S, 32] = lm_head(%18, embed.weight: bf16[32, 8])
+  %20: f32[S, 32] = softcap(%19, cap=30)"""
 
 
 def tiny(dtype: DType = "bfloat16") -> Graph:
@@ -44,7 +45,8 @@ def tiny(dtype: DType = "bfloat16") -> Graph:
     q, k = (t.rope(part, head_dim=12, inv_freq=inv_freq) for part in (q, k))
     h = t.attention(q, k, v, layer=0, num_heads=2, num_kv_heads=1, head_dim=12, scale=0.25, window=4)
     x = t.add(x, t.linear(h, "layers.0.attn.o", 8))
-    gate, up = (t.linear(x, f"layers.0.mlp.{name}", 16) for name in ("gate", "up"))
+    h = t.rms_norm(x, "layers.0.mlp_norm", eps=1e-5)
+    gate, up = (t.linear(h, f"layers.0.mlp.{name}", 16) for name in ("gate", "up"))
     x = t.add(x, t.linear(t.silu_mul(gate, up), "layers.0.mlp.down", 8))
     x = t.rms_norm(t.select_rows(x), "norm", eps=1e-5)
     return t.graph(t.softcap(t.lm_head(x, "embed", 32), 30.0))
@@ -54,9 +56,11 @@ def test_a_graph_prints_one_node_a_line() -> None:
     assert str(tiny()) == PRINTED
 
 
-def test_the_activation_dtype_reaches_every_edge_and_matrix_but_not_norms_or_logits() -> None:
+def test_the_activation_dtype_reaches_every_matrix_and_edge_but_norms_the_residual_stream_and_logits() -> None:
     graph = tiny("float32")
     assert {node.output.dtype for node in graph.nodes} == {"float32"}
+    floats = [node.op for node in tiny("bfloat16").nodes if node.output.dtype == "float32"]
+    assert floats == ["embed", "add", "add", "select_rows", "lm_head", "softcap"]
     halves = {weight.name for weight in tiny("bfloat16").weights.values() if weight.dtype == "bfloat16"}
     assert halves == {name for name in graph.weights if "norm" not in name}
 
@@ -65,7 +69,7 @@ def test_tied_weights_are_listed_once() -> None:
     names = list(tiny().weights)
     assert names[0] == "embed.weight"
     assert names[-1] == "norm.weight"
-    assert len(names) == len(set(names)) == 12
+    assert len(names) == len(set(names)) == 13
 
 
 def test_kv_shapes_come_from_the_attention_nodes() -> None:
@@ -82,29 +86,29 @@ def test_every_op_of_the_vocabulary_can_be_traced() -> None:
         (
             "layer_norm",
             {"name": "n", "eps": 1e-5},
-            "%1: bf16[T, 8] = layer_norm(%0, n.weight: f32[8], n.bias: f32[8], eps=1e-05)",
+            "%2: bf16[T, 8] = layer_norm(%1, n.weight: f32[8], n.bias: f32[8], eps=1e-05)",
         ),
-        ("all_reduce", {}, "%1: bf16[T, 8] = all_reduce(%0)"),
-        ("all_gather", {"size": 4}, "%1: bf16[T, 32] = all_gather(%0, size=4)"),
-        ("send", {"to": 1}, "%1: bf16[T, 8] = send(%0, to=1)"),
+        ("all_reduce", {}, "%2: bf16[T, 8] = all_reduce(%1)"),
+        ("all_gather", {"size": 4}, "%2: bf16[T, 32] = all_gather(%1, size=4)"),
+        ("send", {"to": 1}, "%2: bf16[T, 8] = send(%1, to=1)"),
         (
             "moe",
             {"name": "m", "num_experts": 4, "width": 6, "top_k": 2, "norm_topk_prob": True, "activation": "silu"},
-            "%1: bf16[T, 8] = moe(%0, m.router.weight: bf16[4, 8], m.gate.weight: bf16[4, 6, 8], "
+            "%2: bf16[T, 8] = moe(%1, m.router.weight: bf16[4, 8], m.gate.weight: bf16[4, 6, 8], "
             "m.up.weight: bf16[4, 6, 8], m.down.weight: bf16[4, 8, 6], top_k=2, norm_topk_prob=True, activation=silu)",
         ),
     ],
 )
 def test_signatures_of_ops_that_no_model_uses_yet(op: str, arguments: dict[str, Any], printed: str) -> None:
     t = Trace("bfloat16")
-    x = t.embed(t.token_ids, "embed", 32, 8)
+    x = t.rms_norm(t.embed(t.token_ids, "embed", 32, 8), "norm", eps=1e-5)
     graph = t.graph(getattr(t, op)(x, **arguments))
-    assert str(graph.nodes[1]) == printed
+    assert str(graph.nodes[2]) == printed
 
 
 def test_recv_starts_a_pipeline_stage() -> None:
     t = Trace("bfloat16")
-    assert str(t.graph(t.recv(8, source=0)).nodes[0]) == "%0: bf16[T, 8] = recv(source=0)"
+    assert str(t.graph(t.recv(8, source=0)).nodes[0]) == "%0: f32[T, 8] = recv(source=0)"
 
 
 class TestMistakesInAModel:
@@ -128,6 +132,22 @@ class TestMistakesInAModel:
         with pytest.raises(ValueError, match="differ"):
             self.t.add(self.x, self.t.select_rows(self.x))
 
+    def test_the_residual_stream_goes_through_norms_and_adds_alone(self) -> None:
+        t = Trace("bfloat16")
+        x = t.embed(t.token_ids, "embed", 32, 8)
+        h = t.rms_norm(x, "norm", eps=1e-5)
+        for mistake in (
+            lambda: t.linear(x, "w", 4),
+            lambda: t.silu_mul(x, h),
+            lambda: t.rope(x, head_dim=4, inv_freq=(1.0,)),
+            lambda: t.lm_head(x, "embed", 32),
+            lambda: t.add(x, x),
+        ):
+            with pytest.raises(ValueError, match="a norm must read first"):
+                mistake()
+        with pytest.raises(ValueError, match="not the residual stream"):
+            t.add(h, x)
+
     def test_one_name_for_two_weights(self) -> None:
         self.t.linear(self.x, "w", 4)
         with pytest.raises(ValueError, match=r"w.weight: f32\[5, 8\] is used as w.weight: f32\[4, 8\]"):
@@ -136,7 +156,7 @@ class TestMistakesInAModel:
     def test_a_value_of_another_graph(self) -> None:
         other = Trace("bfloat16")
         with pytest.raises(ValueError, match="does not belong"):
-            self.t.rms_norm(other.embed(other.token_ids, "embed", 32, 8), "n", eps=1e-5)
+            self.t.rms_norm(other.embed(other.token_ids, "embed", 32, 16), "n", eps=1e-5)
 
     def test_head_widths(self) -> None:
         with pytest.raises(ValueError, match="3 heads"):

@@ -131,7 +131,7 @@ def expect_product(x: Floats, w: Floats, bias: Floats | None, epilogue: str, res
     acc = rules.matrix_rule(x, w)
     y = acc if bias is None else acc + bias
     if epilogue == "add":
-        return rules.rounded(y) + residual
+        return residual + rules.rounded(y)
     if epilogue in ("silu_mul", "gelu_mul"):
         activation = rules.silu if epilogue == "silu_mul" else rules.gelu
         gate, value = np.split(rules.rounded(y), 2, axis=1)
@@ -147,7 +147,7 @@ def test_matmul_is_the_rule_bit_for_bit(case: dict) -> None:
     gated = epilogue.endswith("_mul")
     x, w = normal(rng, m, k), normal(rng, 2 * n if gated else n, k)
     bias = rng.standard_normal(len(w)).astype(F32) if case["bias"] else None
-    residual = normal(rng, m, n)
+    residual = rng.standard_normal((m, n)).astype(F32)
     want = expect_product(x, w, bias, epilogue, residual)
 
     if gated:  # gate and up take turns, panel by panel
@@ -162,17 +162,17 @@ def test_matmul_is_the_rule_bit_for_bit(case: dict) -> None:
     arguments = {"n": packed_n, "k": k, "epilogue": epilogue, "bias": bias, "out_width": n}
     rows, panels = cuts(rng, m), cuts(rng, up(packed_n, 16) // 16, 2 if gated else 1)
     for table in TABLES:
-        if epilogue == "float":
+        if epilogue in ("float", "add"):
             floats = np.full((m, n + 3), -7, F32)
+            if epilogue == "add":  # in place, as the runtime uses it
+                floats[:, :n] = residual
+                arguments["residual"] = floats
             for r, p in itertools.product(rows, panels):
                 kernels.matmul(table, activations(x), packed, out_float=floats, rows=r, panels=p, **arguments)
             np.testing.assert_array_equal(floats[:, :n], want, table)
             assert (floats[:, n:] == -7).all()
             continue
         out = blank(m, n)
-        if epilogue == "add":  # in place, as the runtime uses it
-            out[:, :n] = rules.to_bf16(residual)
-            arguments["residual"] = out
         for r, p in itertools.product(rows, panels):
             kernels.matmul(table, activations(x, 32), packed, out=out, rows=r, panels=p, **arguments)
         np.testing.assert_array_equal(written(out, n), rules.to_bf16(want), table)
@@ -222,8 +222,8 @@ def test_subnormals_are_zero(table: str) -> None:
     kernels.pack(ones, packed)
     kernels.matmul(table, tiny, packed, n=16, k=32, out_float=out, epilogue="float", out_width=16)
     assert (out == 0).all()
-    total = np.full((1, 32), POISON, np.uint16)
-    kernels.add(table, tiny, tiny, total, 32)
+    total = np.full((1, 32), np.nan, F32)
+    kernels.add(table, rules.from_bf16(tiny), tiny, total, 32)
     assert (total == 0).all()
 
 
@@ -249,6 +249,26 @@ def test_rms_norm(table: str, groups: int, width: int, in_place: bool) -> None:
     # The sum of squares is off by at most (width / 16 + 4) roundings, its root by half of that; five operations follow.
     bound = (BF16_UNIT * 1.01 + (width / 32 + 7) * UNIT) * np.abs(exact)
     assert (np.abs(rules.from_bf16(got) - exact) <= bound)[1:].all()
+
+
+@each_table
+@pytest.mark.parametrize(("groups", "width"), [(1, 576), (1, 37), (3, 40)])
+def test_rms_norm_of_the_residual_stream(table: str, groups: int, width: int) -> None:
+    rng = np.random.default_rng(width)
+    x, weight = rng.standard_normal((5, groups * width)).astype(F32) * F32(50), rng.standard_normal(width).astype(F32)
+    padded = np.full((5, groups * width + 7), np.nan, F32)
+    padded[:, :-7] = x
+    out = blank(5, groups * width)
+    kernels.rms_norm(table, padded, out, weight, groups=groups, eps=1e-5, rows=(1, 4))
+    grouped = x.reshape(5, groups, width)
+    want = rules.to_bf16(rules.rms_norm(grouped, weight, 1e-5)).reshape(5, -1)
+    np.testing.assert_array_equal(written(out, groups * width)[1:4], want[1:4])
+    assert (out[[0, 4]] == POISON).all()
+    exact = grouped.astype(np.float64)
+    exact = (exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5) * weight).reshape(5, -1)
+    # As above, and each square is rounded, too.
+    bound = (BF16_UNIT * 1.01 + (width / 32 + 8) * UNIT) * np.abs(exact)
+    assert (np.abs(rules.from_bf16(out[:, : groups * width]) - exact) <= bound)[1:4].all()
 
 
 @each_table
@@ -296,11 +316,13 @@ def test_gate_mul(table: str, width: int, f: str) -> None:
 @pytest.mark.parametrize("width", [1, 31, 576])
 def test_add(table: str, width: int) -> None:
     rng = np.random.default_rng(width)
-    a, b = normal(rng, 3, width), normal(rng, 3, width)
-    out = blank(3, width)
-    kernels.add(table, activations(a), activations(b, 32), out, width)
-    want = (torch.from_numpy(a) + torch.from_numpy(b)).to(torch.bfloat16).view(torch.uint16).numpy()
-    np.testing.assert_array_equal(written(out, width), want)
+    a, b = rng.standard_normal((3, width)).astype(F32), normal(rng, 3, width)
+    out = np.full((3, width + 5), -7, F32)
+    kernels.add(table, a, activations(b, 32), out, width)
+    np.testing.assert_array_equal(out[:, :width], a + b)
+    assert (out[:, width:] == -7).all()
+    kernels.add(table, out, activations(b), out, width, rows=(1, 3))  # in place
+    np.testing.assert_array_equal(out[:, :width], np.concatenate([(a + b)[:1], ((a + b) + b)[1:]]))
 
 
 # ---- exp, tanh and their edges

@@ -19,13 +19,17 @@ def make(width, threads=1):
     w = p.add_weight(width if threads > 1 else 32, width)
     rows = width if threads > 1 else 32
     p.pack(w, 0, 1, np.ones((rows, width), np.float32), 0)
-    x, s, y = p.add_buffer(width, False), p.add_buffer(width, True), p.add_buffer(width, False)
+    x, h, y = p.add_buffer(width, False, True), p.add_buffer(width, False, False), p.add_buffer(width, False, False)
+    s, t = p.add_buffer(width, True, True), p.add_buffer(width, True, False)
+    ones = p.add_vector(np.ones(width, np.float32))
     p.add_cache(1, 16)
     p.embed(w, 1.0, (x, 0))
+    p.rms_norm((x, 0), ones, 1, 1e-5, (h, 0))
     for _ in range(6 if threads > 1 else 0):
-        p.matmul((x, 0), w, -1, "store", (-1, 0), width, (y, 0))
+        p.matmul((h, 0), w, -1, "store", (-1, 0), width, (y, 0))
     p.select_rows((x, 0), (s, 0))
-    p.logits((s, 0), w)
+    p.rms_norm((s, 0), ones, 1, 1e-5, (t, 0))
+    p.logits((t, 0), w)
     p.allocate_kv_cache(64, 16)
     return p
 

@@ -47,18 +47,17 @@ def fuse_gates(steps: Sequence[Step]) -> list[Step]:
 
 
 def fuse_residuals(steps: Sequence[Step]) -> list[Step]:
-    """x + linear(y) as one product that reads x where it writes."""
+    """stream + linear(y) as one product that reads the stream where it writes."""
     products = _single_products(steps)
     fused: dict[int, Matmul] = {}
     gone: set[str] = set()
     for i, step in enumerate(steps):
         if not isinstance(step, Node) or step.op != "add":
             continue
-        for residual, value in (step.inputs, step.inputs[::-1]):
-            if value.name in products and value != residual:
-                fused[i] = replace(products[value.name], epilogue="add", outputs=((step.output, 0),), residual=residual)
-                gone.add(value.name)
-                break
+        stream, value = step.inputs
+        if value.name in products:
+            fused[i] = replace(products[value.name], epilogue="add", outputs=((step.output, 0),), residual=stream)
+            gone.add(value.name)
     return _rewrite(steps, fused, gone)
 
 

@@ -15,6 +15,7 @@ from octavo.graph import Graph, Node, Value, Weight
 from octavo.weights import WeightTensor
 
 Place = tuple[int, int]  # buffer, first column
+Kind = tuple[int, bool, bool]  # of a buffer: its width, whether it is of selected rows, and of the residual stream
 NOWHERE: Place = (-1, 0)
 _MAX_HEAD_DIM = 256
 _HEAD = ("lm_head", "softcap")  # what makes logits: float32, in memory of their own and not in a buffer
@@ -30,7 +31,7 @@ def check_graph(graph: Graph) -> None:
     for node in graph.nodes:
         if node.op not in _EMIT and node.op != "linear":
             raise ConfigError(f"backend='cpu': this model needs the op {node.op}, which it lacks; {instead}")
-        if node.output.dtype == "float32" and node.op not in _HEAD:
+        if any(weight.dtype == "float32" for weight in node.weights if len(weight.shape) == 2):
             raise ConfigError(f"backend='cpu' computes in bfloat16, not in float32; {instead}")
     for _, head_dim in graph.kv_shapes.values():
         if head_dim % PANEL or head_dim > _MAX_HEAD_DIM:
@@ -68,8 +69,8 @@ class _Lowering:
         self._tensors = weights
         self._packed: dict[tuple[Part, ...], int] = {}
         self._rotations: dict[tuple[tuple[float, ...], float], int] = {}
-        self._kinds: list[tuple[int, bool]] = []  # of each buffer: its width, and whether it is of selected rows
-        self._free: dict[tuple[int, bool], list[int]] = {}  # buffers by kind
+        self._kinds: list[Kind] = []  # of each buffer
+        self._free: dict[Kind, list[int]] = {}  # buffers by kind
 
     def emit(self, steps: Sequence[Step]) -> None:
         uses = count_uses(steps)
@@ -93,7 +94,7 @@ class _Lowering:
 
     def _take_buffer(self, outputs: Sequence[tuple[Value, int]]) -> int:
         value, column = outputs[-1]
-        kind = (column + width_of(value), value.rows == "S")
+        kind = (column + width_of(value), value.rows == "S", value.dtype == "float32")
         free = self._free.setdefault(kind, [])
         if free:
             buffer = free.pop()

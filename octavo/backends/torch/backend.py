@@ -140,7 +140,7 @@ class TorchBackend(Backend):
         """
         if self._num_threads is not None and torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
-        step = Step(batch, self.kv_caches, self._block_size, self._device)
+        step = Step(batch, self.kv_caches, self._block_size, self._device, _DTYPES[self._dtype])
         hidden = self._run(self._body, step, {"token_ids": step.token_ids, "positions": step.positions})
         size = max(1, LOGITS_BYTES // (4 * self._head[0].weights[0].shape[0]))
         for first in range(0, len(hidden), size):

@@ -12,8 +12,7 @@ from octavo.backends.torch.step import AttentionShape, Step
 
 
 def embed(step: Step, ids: torch.Tensor, weight: torch.Tensor, *, scale: float) -> torch.Tensor:
-    rows = F.embedding(ids, weight)
-    return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=weight.dtype)
+    return F.embedding(ids, weight).float() * torch.tensor(scale, dtype=weight.dtype).float()
 
 
 def select_rows(step: Step, x: torch.Tensor) -> torch.Tensor:
@@ -26,7 +25,7 @@ def linear(step: Step, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 def rms_norm(step: Step, x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
     groups = x.view(len(x), x.shape[1] // len(weight), len(weight))  # one, or one per head; there may be no row
-    return F.rms_norm(groups.float(), weight.shape, weight, eps).to(x.dtype).view_as(x)
+    return F.rms_norm(groups.float(), weight.shape, weight, eps).to(step.dtype).view_as(x)
 
 
 def rope(
@@ -73,8 +72,8 @@ def gelu_mul(step: Step, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return (F.gelu(gate.float(), approximate="tanh") * up).to(gate.dtype)
 
 
-def add(step: Step, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a + b
+def add(step: Step, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return stream + x
 
 
 def lm_head(step: Step, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

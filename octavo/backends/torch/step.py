@@ -60,7 +60,15 @@ class Piece:
 class Step:
     """A batch as tensors, and tables made once and used by every layer: cos and sin, and attention pieces."""
 
-    def __init__(self, batch: Batch, caches: Mapping[int, KVCache], block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        caches: Mapping[int, KVCache],
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.dtype = dtype  # of activations
         self.caches = caches  # by layer
         self._batch = batch
         self._block_size = block_size
