@@ -1,0 +1,192 @@
+"""The comparison with peers: requests that never change, and the conversation with processes that may fail."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a test import the scripts' modules, which import each other as a script's folder allows."""
+    monkeypatch.syspath_prepend(str(PEERS))
+    for name in ("workloads", "child", "roster", "report", "resident", "machine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+# First 16 digits of the SHA-256 of each workload as JSON, repetitions 0 and 1, from the script that the peers were
+# first measured with.
+DIGESTS = {
+    "A": ("3e140fdb8accee7e", "3f8112f960fae02d"),
+    "B": ("8426634381ed02e4", "42125f299eadabed"),
+    "C": ("1b20e013ef63ba11", "dec1c206d4311aee"),
+    "D": ("ee8e40a159f73500", "22b17c4dd439ef5a"),
+}
+
+
+@pytest.mark.usefixtures("peers")
+class TestWorkloads:
+    def test_requests_are_the_same_for_ever(self) -> None:
+        resident = load("workloads").RESIDENT
+        found = {
+            name: tuple(hashlib.sha256(json.dumps(make(rep)).encode()).hexdigest()[:16] for rep in (0, 1))
+            for name, make in resident.items()
+        }
+        assert found == DIGESTS
+
+    def test_totals_of_the_offline_workload(self) -> None:
+        requests = load("workloads").offline(0)
+        assert (len(requests), sum(len(ids) for ids, _ in requests), sum(n for _, n in requests)) == (
+            128,
+            38289,
+            16928,
+        )
+
+    def test_no_run_starts_like_another(self) -> None:
+        workloads = load("workloads")
+        runs = [workloads.single_stream(rep, output=n) for rep in range(3) for n in (1,)]
+        runs += [workloads.single_stream(rep + 100, output=1) for rep in range(3)]
+        starts = {tuple(ids[:4]) for run in runs for ids, _ in run}
+        assert len(starts) == 6
+
+
+@pytest.mark.usefixtures("peers")
+class TestReport:
+    def test_a_ratio_says_how_many_times_as_fast_octavo_is(self) -> None:
+        report = load("report")
+        ours = [{"seconds": 2.0, "output_tokens": 257, "ttft": 1.0, "first_ids": [1, 2]}]
+        theirs = [{"seconds": 4.0, "output_tokens": 257, "ttft": 1.0, "first_ids": [1, 3]}]
+        assert report.speedups("A", ours, theirs) == pytest.approx([2.0])
+        assert report.speedups("B", ours, theirs) == pytest.approx([3.0])
+        assert report.speedups("C", ours, theirs) == pytest.approx([1.0])
+        assert report.MEASURES["B"].of(ours[0]) == pytest.approx(1000 / 256)
+        assert report.same_first_ids(ours, theirs) == (1, 2)
+
+    def test_ratios_are_of_runs_that_stood_side_by_side(self) -> None:
+        """The machine is half as fast in the second repetition: that changes no ratio."""
+        report = load("report")
+        ours = [{"seconds": 1.0}, {"seconds": 2.0}, {"seconds": 1.0}]
+        theirs = [{"seconds": 3.0}, {"seconds": 6.0}]  # and then it failed
+        rows = report.rows({"octavo": {"E": ours}, "vllm_cpu": {"E": theirs}}, ["A", "E"])
+        assert [row["engine"] for row in rows] == ["octavo", "vllm_cpu"]
+        assert rows[1]["speedup"] == report.Spread(3.0, 3.0, 3.0)
+        assert rows[0]["spread"] == report.Spread(1.0, 1.0, 2.0)
+
+
+ENGINE = """
+    import sys
+    sys.path.insert(0, {peers!r})
+    import child
+
+    class Engine:
+        versions = {{"fake": "1"}}
+
+        def __init__(self, model, threads):
+            print("noise on stdout")
+
+        def generate(self, requests):
+            outputs = [[ids[0]] * count for ids, count in requests]
+            {body}
+            return outputs
+
+        def first_token(self, prompt):
+            return prompt[::-1]
+
+    child.main(Engine)
+"""
+
+
+@pytest.mark.usefixtures("peers")
+class TestProcesses:
+    @pytest.fixture
+    def command(self, tmp_path: Path):
+        def make(body: str = "pass") -> list[str]:
+            script = tmp_path / "fake_peer.py"
+            script.write_text(textwrap.dedent(ENGINE.format(peers=str(PEERS), body=body)))
+            return [sys.executable, str(script), "--model", "m", "--threads", "2"]
+
+        return make
+
+    def start(self, command: list[str], tmp_path: Path, timeout: float = 60.0):
+        return load("resident").Resident(command, dict(os.environ), tmp_path / "log", timeout)
+
+    def test_a_workload_is_run_and_counted(self, command, tmp_path: Path) -> None:
+        process = self.start(command(), tmp_path)
+        try:
+            assert process.boot["versions"] == {"fake": "1"}
+            answer = process.ask(workload="A", rep=1, requests=3)
+            expected = load("workloads").offline(1)[:3]
+            assert answer["output_tokens"] == sum(count for _, count in expected)
+            assert answer["first_ids"] == [ids[0] for ids, _ in expected]
+            assert answer["ttft"] is None
+            assert process.ask(workload="B", rep=0, requests=None)["ttft"] > 0
+        finally:
+            process.close()
+        assert "noise on stdout" in (tmp_path / "log").read_text()
+
+    def test_a_process_is_stopped_between_two_runs(self, command, tmp_path: Path) -> None:
+        process = self.start(command(), tmp_path)
+        try:
+            process.ask(workload="C", rep=0)
+            stat = Path(f"/proc/{process._process.pid}/stat")
+            deadline = time.monotonic() + 10
+            while (state := stat.read_text().rsplit(")", 1)[1].split()[0]) != "T" and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert state == "T"
+        finally:
+            process.close()
+
+    def test_too_few_tokens_are_an_error_with_the_reason(self, command, tmp_path: Path) -> None:
+        resident = load("resident")
+        body = "outputs[0] = outputs[0][:-1] if len(requests) == 64 else outputs[0]"
+        process = self.start(command(body), tmp_path)
+        try:
+            with pytest.raises(resident.PeerError, match=r"1 of 64 requests gave another number of tokens, first \(31"):
+                process.ask(workload="D", rep=0)
+            with pytest.raises(resident.PeerError, match="ended with 1"):
+                process.ask(workload="B", rep=0)
+        finally:
+            process.close()
+
+    def test_a_process_that_does_not_come_up_is_an_error(self, command, tmp_path: Path) -> None:
+        resident = load("resident")
+        with pytest.raises(resident.PeerError, match="ended with 1: ZeroDivisionError"):
+            self.start(command("1 / 0"), tmp_path)
+
+    def test_a_process_that_hangs_is_ended(self, command, tmp_path: Path) -> None:
+        resident = load("resident")
+        with pytest.raises(resident.PeerError, match="no answer within 1 s"):
+            self.start(command("import time; time.sleep(600)"), tmp_path, timeout=1.0)
+
+    def test_time_to_output(self, command, tmp_path: Path) -> None:
+        resident = load("resident")
+        seconds = resident.time_to_output([*command(), "--cold"], dict(os.environ), tmp_path / "log", 60.0)
+        assert 0 < seconds < 60
+        late = [sys.executable, "-c", "import time; time.sleep(0.3); print('x', flush=True); time.sleep(0.3)"]
+        assert resident.time_to_output(late, dict(os.environ), tmp_path / "log", 60.0) >= 0.3
+        silent = [sys.executable, "-c", "import sys; sys.exit('no model')"]
+        with pytest.raises(resident.PeerError, match="no model"):
+            resident.time_to_output(silent, dict(os.environ), tmp_path / "log", 60.0)
+
+
+@pytest.mark.usefixtures("peers")
+def test_every_peer_has_its_script_and_its_requirements() -> None:
+    roster = load("roster")
+    for name in roster.ROSTER:
+        assert (PEERS / f"{name}_peer.py").exists()
+        assert name == roster.OURS or (PEERS / f"requirements-{name}.txt").exists()
