@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the native runtime for 64-bit Arm and runs its tests in Debian's user-mode emulator; then the same on this machine: the
-# portable table must give the same bits on both. Needs cmake and ninja.
+# Builds the native runtime for 64-bit Arm and runs its tests in Debian's user-mode emulator; then the same on this
+# machine: the portable table must give the same bits on both. Needs cmake and ninja.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 for program in aarch64-linux-gnu-g++ qemu-aarch64; do

@@ -1,7 +1,7 @@
-// Paged attention against float64; independence of chunks, ranges and blocks.
+// Paged attention against its rule and float64; independence of chunks, ranges and blocks.
 #include <algorithm>
 
-#include "testing.h"
+#include "tests/testing.h"
 
 namespace octavo::testing {
 namespace {
@@ -76,32 +76,82 @@ Attention Sequence::arguments(Matrix<bf16>& q, Matrix<bf16>& out) {
   return a;
 }
 
+int first_seen(const Sequence& s, int last) { return s.shape.window > 0 ? std::max(0, last - s.shape.window + 1) : 0; }
+
+// What the pieces so far give: the greatest score, the sum of weights, the weighted sums of values.
+struct Piece {
+  float largest = 0, total = 0;
+  std::vector<float> mixed;
+};
+
+// Positions first .. last of one piece, for a query vector of head_dim.
+Piece piece_rule(const Sequence& s, const float* query, int kv_head, int first, int last) {
+  const int dim = s.shape.head_dim, begin = first / kPiece * kPiece;
+  float weights[kPiece] = {}, largest = -INFINITY;
+  for (int t = first; t <= last; ++t) {
+    float score = matrix_rule(query, &s.keys[(t * s.shape.kv_heads + kv_head) * dim], dim) * s.scale;
+    if (s.shape.softcap != 0) score = softcap_rule(score, s.shape.softcap);
+    weights[t - begin] = score;
+    largest = score > largest ? score : largest;
+  }
+  for (int t = first; t <= last; ++t) weights[t - begin] = widen(nearest_bf16(exp_rule(weights[t - begin] - largest)));
+  Piece piece{largest, lane_sum(kPiece, [&](int i) { return weights[i]; }), {}};
+  for (int d = 0; d < dim; ++d) {
+    float values[kPiece] = {};  // what is not seen has weight zero, and zero is all that it adds
+    for (int t = first; t <= last; ++t) values[t - begin] = s.value(t, kv_head, d);
+    piece.mixed.push_back(matrix_rule(weights, values, kPiece, kPanel));
+  }
+  return piece;
+}
+
+// One query vector that stands at position `last`: its head_dim results.
+std::vector<bf16> attention_rule(const Sequence& s, const float* query, int kv_head, int last) {
+  Piece all;
+  const int first = first_seen(s, last);
+  for (int begin = first / kPiece * kPiece; begin <= last; begin += kPiece) {
+    const Piece piece =
+        piece_rule(s, query, kv_head, std::max(first, begin), std::min(last, begin + kPiece - 1));
+    if (begin <= first) {
+      all = piece;
+      continue;
+    }
+    const float top = std::max(all.largest, piece.largest);
+    const float before = exp_rule(all.largest - top), now = exp_rule(piece.largest - top);
+    all.largest = top;
+    all.total = all.total * before + piece.total * now;
+    for (int d = 0; d < s.shape.head_dim; ++d) all.mixed[d] = all.mixed[d] * before + piece.mixed[d] * now;
+  }
+  std::vector<bf16> results;
+  for (const float mixed : all.mixed) results.push_back(nearest_bf16(mixed / all.total));
+  return results;
+}
+
 struct Expected {
   double exact, bound;
 };
 
-// The head_dim results of one query vector, which stands at position `last`.
+// The same in float64.
 //
 // With units of roundoff u (float32) and b (bfloat16):
-//   score    the product of the rule is off by (16 + chunks) u of the sum of sizes, the scale adds u of the score; a soft-cap
-//            adds 6 u of the score (division, tanh's slope times that, tanh's 2 ulps, product): e in all, absolute
-//   weight   exp(s - m) is off by e, by the difference's u |s - m|, by exp's 2 u, and by its rounding b. The error of m itself
-//            is common to all weights of a piece, but not to all pieces, whose factors exp(m - M) are off by as much: relative
-//            d = b + 2 (e + u |s - m| + 2 u) a weight
-//   sums     within a piece a total takes 16 + 4 roundings, a weighted sum 8 + 16; each merge adds exp's 2 u and 2 more, and the
-//            division 1: (25 + 4 pieces) u
-// Result: a quotient of two sums whose terms are off by d each, so by 2 d (1 + d) of the sum of sizes; rounded once at the end.
-// Weights under e^-87 are dropped, which is nothing next to b.
-std::vector<Expected> expect(const Sequence& s, const Matrix<bf16>& q, int row, int last, int head) {
-  const int dim = s.shape.head_dim, kv_head = head / s.shape.group;
-  const int first = s.shape.window > 0 ? std::max(0, last - s.shape.window + 1) : 0;
+//   score    the product of the rule is off by (16 + chunks) u of the sum of sizes, the scale adds u of the score; a
+//            soft-cap adds 6 u of the score (division, tanh's slope times that, tanh's 2 ulps, product): e in all,
+//            absolute
+//   weight   exp(s - m) is off by e, by the difference's u |s - m|, by exp's 2 u, and by its rounding b. The error of m
+//            itself is common to all weights of a piece, but not to all pieces, whose factors exp(m - M) are off by as
+//            much: relative d = b + 2 (e + u |s - m| + 2 u) a weight
+//   sums     within a piece a total takes 16 + 4 roundings, a weighted sum 8 + 16; each merge adds exp's 2 u and 2
+//            more, and the division 1: (25 + 4 pieces) u
+// Result: a quotient of two sums whose terms are off by d each, so by 2 d (1 + d) of the sum of sizes; rounded once at
+// the end. Weights under e^-87 are dropped, which is nothing next to b.
+std::vector<Expected> expect(const Sequence& s, const float* query, int kv_head, int last) {
+  const int dim = s.shape.head_dim, first = first_seen(s, last);
   const double cap = s.shape.softcap;
   std::vector<double> weights;
   double lowest = INFINITY, top = -INFINITY, error = 0;
   for (int t = first; t <= last; ++t) {
     double score = 0, size = 0;
     for (int d = 0; d < dim; ++d) {
-      const double product = static_cast<double>(widen(q.at(row, head * dim + d))) * s.key(t, kv_head, d);
+      const double product = static_cast<double>(query[d]) * s.key(t, kv_head, d);
       score += product;
       size += std::fabs(product);
     }
@@ -143,11 +193,18 @@ void test_shape(Test& t, const Shape& s) {
   Attention a = sequence.arguments(q, out);
   a.first = kBefore;
   t.kernels.attention(a, 0, s.count, 0, s.kv_heads);
+  std::vector<float> query(s.head_dim);
+  std::vector<bf16> rule;
   std::vector<Expected> expected;
   visit(t, before, out, {kBefore, kBefore + s.count}, {0, width}, [&](int row, int column, bf16 got) {
-    if (column % s.head_dim == 0)
-      expected = expect(sequence, q, row, s.position + row - kBefore, column / s.head_dim);
-    const Expected& want = expected[column % s.head_dim];
+    const int d = column % s.head_dim, kv_head = column / s.head_dim / s.group, last = s.position + row - kBefore;
+    if (d == 0) {
+      for (int i = 0; i < s.head_dim; ++i) query[i] = widen(q.at(row, column + i));
+      rule = attention_rule(sequence, query.data(), kv_head, last);
+      expected = expect(sequence, query.data(), kv_head, last);
+    }
+    t.same(got, rule[d], "the rule", row, column);
+    const Expected& want = expected[d];
     t.near(widen(got), want.exact, want.bound, row, column);
   });
 }

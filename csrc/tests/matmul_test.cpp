@@ -1,7 +1,7 @@
 // Matrix products: shapes with ragged ends, every epilogue, with and without bias, in one range and in pieces of it.
 #include "float_mode.h"
 #include "pack.h"
-#include "testing.h"
+#include "tests/testing.h"
 
 namespace octavo::testing {
 namespace {
@@ -66,8 +66,8 @@ Matmul Product::arguments() {
   return m;
 }
 
-// Products are exact. A chunk's even or odd sum takes 15 roundings, even + odd one, the accumulator one a chunk, the bias one:
-// each relative to a partial sum, which is below the sum of the sizes.
+// Products are exact. A chunk's even or odd sum takes 15 roundings, even + odd one, the accumulator one a chunk, the
+// bias one: each relative to a partial sum, which is below the sum of the sizes.
 Product::Sum Product::sum(int i, int j) const {
   const float* row = x_values.data() + i * shape.k;
   const float* column = w.data() + j * shape.k;
@@ -113,8 +113,7 @@ void test_float(Test& t, Random& random, Product& p) {
   Matrix<float> out(p.shape.m, p.shape.n);
   const Matrix<float> before = out;
   Matmul m = p.arguments();
-  m.out_float = out.data.data();
-  m.out_float_stride = out.stride;
+  m.out_float = view(out);
   const Asked asked = run(t, random, p, m);
   visit(t, before, out, asked.rows, asked.columns, [&](int row, int column, float got) {
     const Product::Sum want = p.sum(row, column);
@@ -137,7 +136,24 @@ void test_store(Test& t, Random& random, Product& p) {
   });
 }
 
-// The rule gives gate and up as bfloat16, exactly; what follows is held against float64.
+// In place, as the runtime does it, or not. The sum with the residual rounds once more, to float32.
+void test_add(Test& t, Random& random, Product& p) {
+  Matrix<float> residual = input<float>(random, p.shape.m, p.shape.n, 100), out(p.shape.m, p.shape.n);
+  const bool in_place = random.below(2) == 0;
+  const Matrix<float> before = in_place ? residual : out, addend = residual;
+  Matmul m = p.arguments();
+  m.residual = view(residual);
+  m.out_float = in_place ? view(residual) : view(out);
+  const Asked asked = run(t, random, p, m);
+  visit(t, before, in_place ? residual : out, asked.rows, asked.columns, [&](int row, int column, float got) {
+    const Product::Sum want = p.sum(row, column);
+    t.same(got, addend.at(row, column) + widen(nearest_bf16(want.rule)), "the rule", row, column);
+    const double exact = addend.at(row, column) + want.exact, bound = rounded(want.exact, want.bound);
+    t.near(got, exact, bound + kUnit * kSlack * (std::fabs(exact) + bound), row, column);
+  });
+}
+
+// Float64 starts from the rule's gate and up, which are rounded to bfloat16.
 void test_gated(Test& t, Random& random, Product& p) {
   Matrix<bf16> out(p.shape.m, p.shape.n);
   const Matrix<bf16> before = out;
@@ -147,6 +163,7 @@ void test_gated(Test& t, Random& random, Product& p) {
   const Asked asked = run(t, random, p, m);
   visit(t, before, out, asked.rows, asked.columns, [&](int row, int column, bf16 got) {
     const bf16 gate = nearest_bf16(p.sum(row, column).rule), up = nearest_bf16(p.sum(row, p.shape.n + column).rule);
+    t.same(got, nearest_bf16(gated_rule(f, widen(gate), widen(up))), "the rule", row, column);
     const Gated want = gated(f, widen(gate), widen(up));
     t.near(widen(got), want.exact, rounded(want.exact, want.bound), row, column);
   });
@@ -161,8 +178,7 @@ void test_subnormals(Test& t) {
   m.x = view(x);
   m.w = {ones.data(), kPanel, kChunk};
   m.epilogue = Epilogue::kFloat;
-  m.out_float = out.data.data();
-  m.out_float_stride = out.stride;
+  m.out_float = view(out);
   m.out_width = kPanel;
   t.kernels.matmul(m, 0, 1, 0, 1);
   for (int column = 0; column < kPanel; ++column) t.same(out.at(0, column), 0.0f, "zero", 0, column);
@@ -176,13 +192,15 @@ void test_matmul(Test& t) {
                                {9, 49, 96}, {33, 33, 65}, {40, 20, 31}, {70, 50, 40}, {2, 40, 1000}};
   std::uint64_t seed = 1;
   for (const Shape& s : kShapes) {
-    for (const Epilogue e : {Epilogue::kStore, Epilogue::kFloat, Epilogue::kSiluMul, Epilogue::kGeluMul}) {
+    for (const Epilogue e :
+         {Epilogue::kStore, Epilogue::kFloat, Epilogue::kAdd, Epilogue::kSiluMul, Epilogue::kGeluMul}) {
       for (const bool with_bias : {false, true}) {
         Random random(seed++);
         Product p(random, s, e, with_bias);
         t.begin("matmul m=%d n=%d k=%d epilogue=%d bias=%d", s.m, s.n, s.k, static_cast<int>(e), with_bias);
         if (e == Epilogue::kFloat) test_float(t, random, p);
         if (e == Epilogue::kStore) test_store(t, random, p);
+        if (e == Epilogue::kAdd) test_add(t, random, p);
         if (is_gated(e)) test_gated(t, random, p);
       }
     }

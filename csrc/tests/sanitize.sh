@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Builds the native runtime with sanitizers and runs what drives it: the pool's own test under ThreadSanitizer, then the kernels'
-# own and the Python tests of kernels, sampling and backend under AddressSanitizer and UndefinedBehaviorSanitizer.
-# PYTHON: an interpreter with octavo's dev dependencies, cmake and ninja. Extra arguments go to pytest.
+# Builds the native runtime with sanitizers and runs what drives it: the pool's own test under ThreadSanitizer, then the
+# kernels' own and the Python tests of kernels, sampling and backend under AddressSanitizer and
+# UndefinedBehaviorSanitizer.
+# PYTHON: an interpreter with octavo's dev dependencies, cmake and ninja. Extra arguments go
+# to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -11,19 +13,20 @@ mkdir -p $work
 
 # A folder in build/sanitize, the sanitizers, what to build, and options of CMake.
 build() {
-  cmake -S . -B "$work/$1" -G Ninja -DPython_EXECUTABLE="$(command -v "$python")" -DOCTAVO_TESTS=ON \
-    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS="-fsanitize=$2 -fno-omit-frame-pointer" "${@:4}" > /dev/null
+  cmake -S . -B "$work/$1" -G Ninja -DOCTAVO_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+    -DCMAKE_CXX_FLAGS="-fsanitize=$2 -fno-omit-frame-pointer" "${@:4}" > /dev/null
   ninja -C "$work/$1" $3 > "$work/ninja.log" || { tail -n 40 "$work/ninja.log"; exit 1; }
 }
 
 build thread thread pool_test -DOCTAVO_PYTHON=OFF
 $work/thread/pool_test
 
-build address "address,undefined -fno-sanitize-recover=undefined" "kernels_test _native"
+build address "address,undefined -fno-sanitize-recover=undefined" "kernels_test _native" \
+  -DPython_EXECUTABLE="$(command -v "$python")"
 $work/address/kernels_test
 
-# Left out: pages_are_committed (the sanitizer commits pages of its own), test_pool (it ran above), child_may_drop (threads
-# that are joined in a fork, whom the sanitizer's registry takes for the parent's).
+# Left out: pages_are_committed (the sanitizer commits pages of its own), test_pool (it ran above), child_may_drop
+# (threads that are joined in a fork, whom the sanitizer's registry takes for the parent's).
 # Python itself is not instrumented: the sanitizer's runtime is loaded before it, and its leaks are not ours.
 rm -rf $work/tree && mkdir -p $work/tree
 cp -r octavo tests pyproject.toml $work/tree/

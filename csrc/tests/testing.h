@@ -1,13 +1,14 @@
-// What the files of kernels_test share: checks that say where they failed, random numbers and matrices that are the same on
-// every machine, and the exact rules of kernels.h that are simple enough to be said again.
+// What the files of kernels_test share: checks that say where they failed, random numbers and matrices that are the
+// same on every machine.
 //
+//   rules.h             the rules of kernels.h, said again
 //   kernels_test.cpp    main; the kernels that go row by row
 //   matmul_test.cpp     matrix products and their epilogues
 //   attention_test.cpp  paged attention
 //   numerics_test.cpp   what has no table: packing, rotation, sampling, subnormals
 //
-// Results are held against float64 within a bound that follows from the arithmetic, and, where kernels.h leaves no freedom,
-// against the rule itself, bit for bit. Memory that a kernel must not read is NaN, and what it must not write is compared.
+// Results are held against float64 within a bound that follows from the arithmetic, and against the rule itself, bit
+// for bit. Memory that a kernel must not read is NaN, and what it must not write is compared.
 #pragma once
 
 #include <bit>
@@ -20,38 +21,16 @@
 #include <vector>
 
 #include "kernels.h"
+#include "tests/rules.h"
 
 namespace octavo::testing {
 
-constexpr double kUnit = 0x1p-24;     // unit roundoff of float32
-constexpr double kBf16Unit = 0x1p-8;  // of bfloat16
-constexpr double kSlack = 1.001;      // for products of roundoffs, which the bounds leave out
-
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
-
-// ---------------------------------------------------------------------------------------------------------- bfloat16
-
-inline float widen(bf16 x) { return std::bit_cast<float>(std::uint32_t{x} << 16); }
-
-// By the definition of rounding: of the two neighbours the nearer one, and at equal distance the even one.
-inline bf16 nearest_bf16(float x) {
-  if (std::isnan(x)) return 0x7fc0;
-  const auto bits = std::bit_cast<std::uint32_t>(x);
-  const auto toward_zero = static_cast<bf16>(bits >> 16);
-  if ((toward_zero & 0x7fff) < 0x0080) return toward_zero & 0x8000;  // a subnormal, or zero
-  if (std::isinf(x)) return toward_zero;
-  const auto away = static_cast<bf16>(toward_zero + 1);
-  const double far = std::isinf(widen(away)) ? 0x1p128 : std::fabs(static_cast<double>(widen(away)));
-  const double size = std::fabs(static_cast<double>(x));
-  const double below = size - std::fabs(static_cast<double>(widen(toward_zero))), above = far - size;
-  if (below == above) return toward_zero % 2 == 0 ? toward_zero : away;
-  return below < above ? toward_zero : away;
-}
 
 // ------------------------------------------------------------------------------------------------------------- checks
 
-// One kernel table on its way through the tests: counts what fails, and folds every result into a digest (FNV-1a), so that
-// two tables, or two machines, can be compared by one number.
+// One kernel table on its way through the tests: counts what fails, and folds every result into a digest (FNV-1a), so
+// that two tables, or two machines, can be compared by one number.
 class Test {
  public:
   explicit Test(const Kernels& table) : kernels(table) {}
@@ -127,7 +106,9 @@ class Random {
   }
   int below(int n) { return static_cast<int>(bits() % static_cast<std::uint64_t>(n)); }
   // In [-scale, scale), on a grid of 2^-23 of it: zero, or far from the subnormals.
-  float real(float scale = 1) { return static_cast<float>(static_cast<int>(bits() >> 40) - (1 << 23)) * 0x1p-23f * scale; }
+  float real(float scale = 1) {
+    return static_cast<float>(static_cast<int>(bits() >> 40) - (1 << 23)) * 0x1p-23f * scale;
+  }
   float real_bf16(float scale = 1) { return widen(nearest_bf16(real(scale))); }
 
  private:
@@ -170,12 +151,21 @@ struct Matrix {
 };
 
 inline Rows view(Matrix<bf16>& m) { return {m.data.data(), m.stride}; }
+inline FloatRows view(Matrix<float>& m) { return {m.data.data(), m.stride}; }
 
 // Random rows to read: columns up to the stride are zero.
-inline Matrix<bf16> input(Random& random, int rows, int width, float scale = 1, int spare = 0) {
-  Matrix<bf16> m(rows, width, 0, spare);
-  for (int row = 0; row < rows; ++row)
-    for (int column = 0; column < width; ++column) m.at(row, column) = nearest_bf16(random.real(scale));
+template <class T = bf16>
+Matrix<T> input(Random& random, int rows, int width, float scale = 1, int spare = 0) {
+  Matrix<T> m(rows, width, T{0}, spare);
+  for (int row = 0; row < rows; ++row) {
+    for (int column = 0; column < width; ++column) {
+      if constexpr (sizeof(T) == 2) {
+        m.at(row, column) = nearest_bf16(random.real(scale));
+      } else {
+        m.at(row, column) = random.real(scale);
+      }
+    }
+  }
   return m;
 }
 
@@ -214,51 +204,7 @@ void visit(Test& t, const Matrix<T>& before, const Matrix<T>& out, Range rows, R
   }
 }
 
-// -------------------------------------------------------------------------------------------------------------- rules
-
-// Even and odd k's of each chunk from zero and in order, then acc += even + odd.
-inline float matrix_rule(const float* x, const float* w, int k) {
-  float acc = 0;
-  for (int begin = 0; begin < k; begin += kChunk) {
-    float sum[2] = {0, 0};
-    for (int i = begin; i < k && i < begin + kChunk; ++i) sum[i % 2] = sum[i % 2] + x[i] * w[i];
-    acc = acc + (sum[0] + sum[1]);
-  }
-  return acc;
-}
-
-// Lane i % 16 takes term i, then the tree.
-template <class F>
-float lane_sum(int count, F&& term) {
-  float lanes[16] = {};
-  for (int i = 0; i < count; ++i) lanes[i % 16] = lanes[i % 16] + term(i);
-  for (int width = 8; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] + lanes[i + width];
-  return lanes[0];
-}
-
-// f(gate) * up in float64, and how far the kernels may be off before they round to bfloat16. In units of roundoff:
-//   silu   exp is within 1 ulp, which is 2; 1 + exp adds 1, the division 1, the product 1: 5 of the result. Below -87 it
-//          drops to zero, and what is dropped is less than 1e-35.
-//   gelu   x^3 is off by 2, its constant and product 2, the sum 1, the outer constant and product 2: the argument y by 7 of
-//          itself, which moves tanh by 7 y sech(y)^2 < 3.2; tanh adds 2 ulps, which is 4, and 1 + tanh another 2: below 9.2 on a
-//          scale of |x / 2|, as 1 + tanh may cancel. The two products add 2 of the result, which is at most |x|: below 7.
-struct Gated {
-  double exact, bound;
-};
-inline Gated gated(Gate f, double gate, double up) {
-  if (f == Gate::kSilu) {
-    const double exact = gate / (1 + std::exp(-gate)) * up;
-    return {exact, 5 * kUnit * kSlack * std::fabs(exact) + 1e-35 * std::fabs(up)};
-  }
-  const double inner = std::sqrt(2 / 3.14159265358979323846) * (gate + 0.044715 * gate * gate * gate);
-  return {gate / 2 * (1 + std::tanh(inner)) * up, 7 * kUnit * kSlack * std::fabs(gate * up)};
-}
-
-// What a rounding to bfloat16 adds to a bound.
-inline double rounded(double exact, double bound) { return kSlack * (bound + kBf16Unit * (std::fabs(exact) + bound)); }
-
-// ------------------------------------------------------------------------------------------------------------ the tests
+// ----------------------------------------------------------------------------------------------------------- the tests
 
 void test_matmul(Test& t);
 void test_attention(Test& t);
