@@ -1,9 +1,7 @@
 #!/usr/bin/env bash
 # Builds the native runtime with sanitizers and runs what drives it: the pool's own test under ThreadSanitizer, then the
-# kernels' own and the Python tests of kernels, sampling and backend under AddressSanitizer and
-# UndefinedBehaviorSanitizer.
-# PYTHON: an interpreter with octavo's dev dependencies, cmake and ninja. Extra arguments go
-# to pytest.
+# kernels' own and the Python tests of kernels, sampling and backend under AddressSanitizer and UBSan.
+# PYTHON: an interpreter with octavo's dev dependencies, cmake and ninja. Extra arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
