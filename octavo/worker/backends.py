@@ -46,7 +46,9 @@ def make_backend(
     if config.backend == "cpu":
         raise ConfigError(f"backend='cpu': {missing}; reinstall octavo where there is a C++ compiler, or use 'torch'")
     log_event("native_runtime_missing", {"reason": missing, "backend": "torch"}, logging.WARNING)
-    return _torch_backend(config, model, checkpoint, vocab_size, on_load), f"{missing}; torch runs the model, more slowly"
+    return _torch_backend(
+        config, model, checkpoint, vocab_size, on_load
+    ), f"{missing}; torch runs the model, more slowly"
 
 
 def _wants_gpu(config: EngineConfig) -> bool:
