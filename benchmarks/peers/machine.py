@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,43 @@ def facts(checkout: Path) -> dict[str, Any]:
         "octavo_modified": bool(_git(checkout, "status", "--porcelain", "--", "octavo", "csrc")),
         "load_average_before": os.getloadavg()[0],
     }
+
+
+class Bystanders:
+    """How busy the rest of the machine is while something is measured; figures from a busy machine say little."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._busy = _busy_seconds()
+
+    def cores(self, own_seconds: float) -> float:
+        """Cores, on average since this was made, that were busy with anything but the `own_seconds` of CPU time."""
+        elapsed = time.monotonic() - self._start
+        return max(0.0, _busy_seconds() - self._busy - own_seconds) / elapsed
+
+
+def group_seconds(group: int) -> float:
+    """CPU time of a process group so far: its living processes and the children that they have waited for."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended since
+        if int(fields[2]) == group:
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _busy_seconds() -> float:
+    """CPU time of the whole machine but idle and waiting for disks; with what a hypervisor gave to others."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, _first_line("/proc/stat").split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _first_line(path: str) -> str:
+    with open(path) as file:
+        return file.readline()
 
 
 def _fields(path: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from roster import OURS
 from workloads import TITLES
 
-Run = dict[str, Any]  # what `child.measure` gives; E has only "seconds"
+Run = dict[str, Any]  # what `Resident.ask` gives; E has only "seconds" and "others"
 Runs = Mapping[str, Mapping[str, list[Run]]]  # by engine and workload, one a repetition
 
 
@@ -26,12 +26,12 @@ class Measure:
 
 
 MEASURES = {
-    "A": Measure("output tokens/s", lambda run: run["output_tokens"] / run["seconds"], 1, higher_is_better=True),
+    "A": Measure("tokens/s", lambda run: run["output_tokens"] / run["seconds"], 1, higher_is_better=True),
     # Without the prompt: what the first token took in a run of its own is taken off.
     "B": Measure("ms/token", lambda run: 1e3 * (run["seconds"] - run["ttft"]) / (run["output_tokens"] - 1), 2),
-    "C": Measure("s to first token", lambda run: run["ttft"], 3),
+    "C": Measure("s", lambda run: run["ttft"], 3),
     "D": Measure("s", lambda run: run["seconds"], 2),
-    "E": Measure("s to first token", lambda run: run["seconds"], 2),
+    "E": Measure("s", lambda run: run["seconds"], 2),
 }
 
 RATIO_TARGETS = {("A", "vllm_cpu"): 2.0, ("B", "llama_cpp"): 1.4, ("C", "vllm_cpu"): 2.0}  # times as fast
@@ -82,6 +82,7 @@ def rows(runs: Runs, workloads: list[str]) -> list[dict[str, Any]]:
             if not mine:
                 continue
             row: dict[str, Any] = {"workload": workload, "engine": engine, "unit": measure.unit, "runs": len(mine)}
+            row["others"] = statistics.median(run["others"] for run in mine)
             row["spread"] = Spread.of([measure.of(run) for run in mine])
             if engine == OURS:
                 row["limit"] = OUR_LIMITS.get(workload)
@@ -95,9 +96,15 @@ def rows(runs: Runs, workloads: list[str]) -> list[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]], labels: Mapping[str, str], title: str) -> Table:
-    drawn = Table(title=title, caption="median (range); a ratio above 1: octavo is that many times as fast")
-    for column in ("workload", "engine", "made with", "runs", "figure", "octavo is faster by", "target", "first ids"):
-        drawn.add_column(column, justify="right" if column in ("runs", "figure") else "left")
+    caption = (
+        "median (range); a ratio above 1: octavo is that many times as fast; first ids: requests whose first token is "
+        "the same; others: cores that were busy with something else, and should be 0"
+    )
+    drawn = Table(title=title, caption=caption)
+    for column in (
+        "workload", "engine", "made with", "runs", "figure", "octavo is faster by", "target", "first ids", "others",
+    ):  # fmt: skip
+        drawn.add_column(column, justify="right" if column in ("runs", "figure", "others") else "left")
     before = None
     for row in found:
         workload, engine = row["workload"], row["engine"]
@@ -112,7 +119,8 @@ def table(found: list[dict[str, Any]], labels: Mapping[str, str], title: str) ->
             f"{row['spread'].text(MEASURES[workload].digits)} {row['unit']}",
             f"{row['speedup'].text(2)}x" if "speedup" in row else "",
             _verdict(row),
-            f"{same[0]} of {same[1]} equal" if same else "",
+            f"{same[0]} of {same[1]}" if same else "",
+            f"{row['others']:.1f}",
         )
         before = workload
     return drawn

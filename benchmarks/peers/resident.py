@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+from machine import Bystanders, group_seconds
+
 POLL = 0.5  # seconds
 
 
@@ -49,11 +51,13 @@ class Resident:
         self._signal(signal.SIGSTOP)
 
     def ask(self, **order: Any) -> dict[str, Any]:
-        """
+        """What `child.measure` answers; `others` are the cores that were busy with something else meanwhile.
+
         Raises:
             PeerError: the process fails.
         """
         assert self._process.stdin is not None
+        bystanders, own = Bystanders(), group_seconds(self._process.pid)
         self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -62,7 +66,7 @@ class Resident:
             raise PeerError(self._last_words()) from error
         answer = self._answer()
         self._signal(signal.SIGSTOP)
-        return answer
+        return {**answer, "others": bystanders.cores(group_seconds(self._process.pid) - own)}
 
     def close(self) -> None:
         self._signal(signal.SIGKILL)
@@ -92,13 +96,14 @@ class Resident:
             return  # all of it has ended; whoever waits for an answer reports it
 
 
-def time_to_output(command: list[str], environment: dict[str, str], log: Path, timeout: float) -> float:
-    """Seconds from the start of a process to the first byte on its stdout; lets it end before it returns.
+def time_to_output(command: list[str], environment: dict[str, str], log: Path, timeout: float) -> dict[str, float]:
+    """`seconds` from the start of a process to the first byte on its stdout; lets it end before it returns.
 
     Raises:
         PeerError: it fails, prints nothing, or takes too long.
     """
     with log.open("wb") as stderr:
+        bystanders, own = Bystanders(), _children_seconds()
         start = time.perf_counter()
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, process_group=0)
     assert process.stdout is not None
@@ -116,7 +121,12 @@ def time_to_output(command: list[str], environment: dict[str, str], log: Path, t
             process.wait()
     if not first or process.returncode != 0:
         raise PeerError(f"ended with {process.returncode}, after {seconds:.0f} s: {last_line(log)}")
-    return seconds
+    return {"seconds": seconds, "others": bystanders.cores(_children_seconds() - own)}
+
+
+def _children_seconds() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def last_line(log: Path) -> str:

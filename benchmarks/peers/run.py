@@ -96,7 +96,7 @@ class Comparison:
     def _cold(self, peer: Peer, rep: int) -> dict[str, Any]:
         command, environment = peer.cold_command(self._setup, COLD_PROMPT), peer.environment(self._setup)
         log = self._logs / f"{peer.name}-cold-{rep}.log"
-        return {"rep": rep, "seconds": time_to_output(command, environment, log, self._args.timeout)}
+        return {"rep": rep, **time_to_output(command, environment, log, self._args.timeout)}
 
     def _take_turns(self, workload: str, turns: dict[str, Turn], uncounted: int = 0) -> None:
         """Each engine once, then each again, so that a machine's drift meets all alike. Who fails is out."""

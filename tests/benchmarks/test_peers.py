@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -80,8 +81,8 @@ class TestReport:
     def test_ratios_are_of_runs_that_stood_side_by_side(self) -> None:
         """The machine is half as fast in the second repetition: that changes no ratio."""
         report = load("report")
-        ours = [{"seconds": 1.0}, {"seconds": 2.0}, {"seconds": 1.0}]
-        theirs = [{"seconds": 3.0}, {"seconds": 6.0}]  # and then it failed
+        ours = [{"seconds": seconds, "others": 0.0} for seconds in (1.0, 2.0, 1.0)]
+        theirs = [{"seconds": seconds, "others": 0.5} for seconds in (3.0, 6.0)]  # and then it failed
         rows = report.rows({"octavo": {"E": ours}, "vllm_cpu": {"E": theirs}}, ["A", "E"])
         assert [row["engine"] for row in rows] == ["octavo", "vllm_cpu"]
         assert rows[1]["speedup"] == report.Spread(3.0, 3.0, 3.0)
@@ -176,12 +177,29 @@ class TestProcesses:
     def test_time_to_output(self, command, tmp_path: Path) -> None:
         resident = load("resident")
         seconds = resident.time_to_output([*command(), "--cold"], dict(os.environ), tmp_path / "log", 60.0)
-        assert 0 < seconds < 60
+        assert 0 < seconds["seconds"] < 60
         late = [sys.executable, "-c", "import time; time.sleep(0.3); print('x', flush=True); time.sleep(0.3)"]
-        assert resident.time_to_output(late, dict(os.environ), tmp_path / "log", 60.0) >= 0.3
+        assert resident.time_to_output(late, dict(os.environ), tmp_path / "log", 60.0)["seconds"] >= 0.3
         silent = [sys.executable, "-c", "import sys; sys.exit('no model')"]
         with pytest.raises(resident.PeerError, match="no model"):
             resident.time_to_output(silent, dict(os.environ), tmp_path / "log", 60.0)
+
+
+@pytest.mark.usefixtures("peers")
+def test_work_elsewhere_is_noticed() -> None:
+    """A process that spins counts as one core, unless it is one's own. The machine may have other guests besides."""
+    machine = load("machine")
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"], process_group=0)
+    try:
+        bystanders, before = machine.Bystanders(), machine.group_seconds(spinning.pid)
+        time.sleep(1.0)
+        own = machine.group_seconds(spinning.pid) - before
+        all_of_it, others = bystanders.cores(0.0), bystanders.cores(own)
+    finally:
+        spinning.kill()
+        spinning.wait()
+    assert 0.05 < own < 1.2
+    assert all_of_it - others == pytest.approx(own, abs=0.1)
 
 
 @pytest.mark.usefixtures("peers")
