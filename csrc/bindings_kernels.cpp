@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -158,7 +159,8 @@ void add(const std::string& name, Floats a, ConstBf16s b, Floats out, int width,
 
 void attention(const std::string& name, ConstBf16s q, Bf16s out, FlatBf16 keys, FlatBf16 values,
                Array<const std::int32_t, 1> block_table, int heads, int kv_heads, int head_dim, int block_size, int first,
-               int count, int position, int window, float scale, float softcap, Range rows, Range kv_range) {
+               int count, int position, int window, float scale, float softcap, Range rows, Range kv_range,
+               const std::optional<std::vector<std::pair<int, int>>>& pieces) {
   expect(head_dim % 16 == 0 && head_dim <= 256 && block_size % kPanel == 0, "head_dim or block_size is not supported");
   expect(kv_heads > 0 && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
   expect(static_cast<std::int64_t>(block_table.shape(0)) * block_size >= position + count, "the block table is too short");
@@ -176,9 +178,24 @@ void attention(const std::string& name, ConstBf16s q, Bf16s out, FlatBf16 keys, 
   a.softcap = softcap;
   const auto r = bounds(rows, count);
   const auto h = bounds(kv_range, kv_heads);
+  const Kernels& kernels = table(name);
+  const int row_begin = static_cast<int>(r.first), row_end = static_cast<int>(r.second);
+  const int head_begin = static_cast<int>(h.first), head_end = static_cast<int>(h.second);
   const FlushSubnormals mode;
-  table(name).attention(a, static_cast<int>(r.first), static_cast<int>(r.second), static_cast<int>(h.first),
-                        static_cast<int>(h.second));
+  if (!pieces) {
+    kernels.attention(a, row_begin, row_end, head_begin, head_end);
+    return;
+  }
+  const std::int64_t all = (position + count + kPiece - 1) / kPiece;
+  for (const auto& [begin, end] : *pieces) expect(0 <= begin && begin <= end && end <= all, "pieces are out of bounds");
+  std::vector<float> partials(all * (row_end - row_begin) * (heads / kv_heads) * partial_floats(head_dim),
+                              std::numeric_limits<float>::quiet_NaN());
+  for (int head = head_begin; head < head_end; ++head) {
+    for (const auto& [begin, end] : *pieces) {
+      kernels.attention_pieces(a, row_begin, row_end, head, begin, end, partials.data());
+    }
+    kernels.attention_merge(a, row_begin, row_end, head, partials.data());
+  }
 }
 
 void softcap(const std::string& name, Array<float, 1> x, float cap) {
@@ -227,7 +244,8 @@ void bind_kernels(nb::module_& parent) {
   m.def("attention", octavo::attention, "table"_a, "q"_a.noconvert(), "out"_a.noconvert(), "keys"_a.noconvert(),
         "values"_a.noconvert(), "block_table"_a.noconvert(), "heads"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a,
         "first"_a = 0, "count"_a, "position"_a, "window"_a = 0, "scale"_a, "softcap"_a = 0.0f, "rows"_a = nb::none(),
-        "kv_range"_a = nb::none());
+        "kv_range"_a = nb::none(), "pieces"_a = nb::none(),
+        "With pieces, runs of them [begin, end) are computed apart, in the order given, and then joined.");
   m.def("softcap", octavo::softcap, "table"_a, "x"_a.noconvert(), "cap"_a);
   m.def("to_bf16", octavo::to_bf16, "table"_a, "x"_a.noconvert(), "out"_a.noconvert());
   m.def("pack", octavo::pack<float>, "rows"_a.noconvert(), "out"_a.noconvert(), "first"_a = 0, "step"_a = 1,

@@ -10,7 +10,6 @@ namespace octavo {
 
 namespace {
 
-constexpr int kQueryTile = 64;                 // query rows of an attention unit
 constexpr std::int64_t kCacheBytes = 256 << 10;  // of weights, and of rows, that a unit of a product keeps in a core's cache
 
 float widen(bf16 x) {
@@ -196,40 +195,32 @@ void SoftcapOp::run(const Runtime& runtime, Share share) {
 void AttentionOp::run(const Runtime& runtime, Share) {
   const Step& step = runtime.step;
   const AttentionPlan& plan = runtime.attention_plans[plan_];
+  const std::vector<AttentionUnit>& all = plan.units();
   Attention op;
   op.q = runtime.at(q_);
   op.out = runtime.at(out_);
   op.cache = runtime.layout(runtime.caches[cache_]);
   op.heads = heads_;
-  op.window = plan.window;
+  op.window = plan.window();
   op.scale = scale_;
   op.softcap = softcap_;
-  const auto count = static_cast<std::int64_t>(plan.units.size());
+  const auto count = static_cast<std::int64_t>(all.size());
   for (std::int64_t i = units_.take(); i < count; i = units_.take()) {
-    const AttentionUnit& unit = plan.units[i];
+    const AttentionUnit& unit = all[i];
     op.first = step.query_starts[unit.sequence];
     op.count = step.query_starts[unit.sequence + 1] - op.first;
     op.position = step.positions[op.first];
     op.block_table = step.block_tables + unit.sequence * step.table_width;
-    runtime.kernels.attention(op, unit.row_begin, unit.row_end, unit.head, unit.head + 1);
-  }
-}
-
-void plan_attention(const Step& step, AttentionPlan& plan) {
-  plan.units.clear();
-  for (int sequence = 0; sequence < step.num_sequences; ++sequence) {
-    const int first = step.query_starts[sequence], count = step.query_starts[sequence + 1] - first;
-    for (int row = 0; row < count; row += kQueryTile) {
-      const int end = std::min(count, row + kQueryTile);
-      std::int64_t seen = step.positions[first] + end;
-      if (plan.window > 0) seen = std::min<std::int64_t>(seen, plan.window + end - row);
-      for (int head = 0; head < plan.kv_heads; ++head) {
-        plan.units.push_back({sequence, row, end, head, seen * (end - row)});
-      }
+    if (unit.split < 0) {
+      runtime.kernels.attention(op, unit.row_begin, unit.row_end, unit.head, unit.head + 1);
+      continue;
+    }
+    float* partials = plan.partials(unit.split);
+    runtime.kernels.attention_pieces(op, unit.row_begin, unit.row_end, unit.head, unit.piece_begin, unit.piece_end, partials);
+    if (plan.last_of(unit.split)) {
+      runtime.kernels.attention_merge(op, unit.row_begin, unit.row_end, unit.head, partials);
     }
   }
-  std::stable_sort(plan.units.begin(), plan.units.end(),
-                   [](const AttentionUnit& a, const AttentionUnit& b) { return a.cost > b.cost; });
 }
 
 }  // namespace octavo

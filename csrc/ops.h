@@ -243,7 +243,4 @@ class AttentionOp final : public Op {
   Units units_;
 };
 
-// Cuts a step's attention: rows of a sequence in tiles, each KV head by itself, the costly units first.
-void plan_attention(const Step& step, AttentionPlan& plan);
-
 }  // namespace octavo

@@ -166,7 +166,7 @@ std::string AttentionOp::shape(const Runtime& runtime) const {
 Work AttentionOp::work(const Runtime& runtime) const {
   const Step& step = runtime.step;
   const Cache& cache = runtime.caches[cache_];
-  const std::int64_t window = runtime.attention_plans[plan_].window;
+  const std::int64_t window = runtime.attention_plans[plan_].window();
   double pairs = 0, positions = 0;
   for (int r = 0; r < step.num_sequences; ++r) {
     const std::int64_t first = step.positions[step.query_starts[r]];

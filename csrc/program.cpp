@@ -132,9 +132,9 @@ void Program::attention(View q, int cache, int heads, int window, float scale, f
   for (View view : {q, out}) check_view(view, heads * target.head_dim);
   auto& plans = runtime_.attention_plans;
   auto plan = std::find_if(plans.begin(), plans.end(), [&](const AttentionPlan& known) {
-    return known.kv_heads == target.kv_heads && known.window == window;
+    return known.serves(heads, target.kv_heads, target.head_dim, window);
   });
-  if (plan == plans.end()) plan = plans.insert(plan, {target.kv_heads, window, {}});
+  if (plan == plans.end()) plan = plans.emplace(plan, heads, target.kv_heads, target.head_dim, window);
   const int index = static_cast<int>(plan - plans.begin());
   body_.push_back(std::make_unique<AttentionOp>(q, cache, index, heads, scale, softcap, out));
 }
@@ -271,7 +271,7 @@ void Program::step(const Step& step, const LogitsUse& use) {
   check(step);
   runtime_.step = step;
   grow(step);
-  for (AttentionPlan& plan : runtime_.attention_plans) plan_attention(step, plan);
+  for (AttentionPlan& plan : runtime_.attention_plans) plan.make(step, num_threads());
   for (Scratch& scratch : scratch_) {
     if (!use.rows.empty()) scratch.reserve(use.vocab_size);
   }

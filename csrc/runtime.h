@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention_plan.h"
 #include "kernels.h"
 #include "memory.h"
 
@@ -56,18 +57,6 @@ struct RotationTable {
 struct Cache {
   int kv_heads = 0, head_dim = 0;
   std::shared_ptr<Memory> keys, values;  // shared with whoever looks into the cache from outside
-};
-
-// A part of a step's attention: some rows of a sequence for one KV head.
-struct AttentionUnit {
-  int sequence, row_begin, row_end, head;  // rows count from the sequence's first row
-  std::int64_t cost;                       // rows times positions that they see, about
-};
-
-// The units of all layers with as many KV heads and the same window, the costly ones first.
-struct AttentionPlan {
-  int kv_heads = 0, window = 0;
-  std::vector<AttentionUnit> units;
 };
 
 struct Runtime {

@@ -23,8 +23,30 @@ OCTAVO_INLINE void sum_chunk(Vec (&sum)[R][P], const float* x, std::int64_t x_st
   }
 }
 
-// Adds one chunk to the sums of R rows times P panels: acc += (even + odd). Evens and odds are two passes over the same 1 KiB
-// of weights, so that each has all registers for its sums.
+// Both sums at once.
+template <int R, int P>
+OCTAVO_INLINE void sum_chunk_together(Vec (&even)[R][P], Vec (&odd)[R][P], const float* x, std::int64_t x_stride,
+                                      const bf16* const (&w)[P], std::int64_t pair_stride, int pairs) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) even[r][p] = odd[r][p] = splat(0.0f);
+#pragma GCC unroll 1
+  for (int j = 0; j < pairs; ++j) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      const Vec first = load_even(w[p] + j * pair_stride), second = load_odd(w[p] + j * pair_stride);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        even[r][p] = mul_add(splat(x[r * x_stride + 2 * j]), first, even[r][p]);
+        odd[r][p] = mul_add(splat(x[r * x_stride + 2 * j + 1]), second, odd[r][p]);
+      }
+    }
+  }
+}
+
+// Adds one chunk to the sums of R rows times P panels: acc += (even + odd). Many evens and odds are two passes over the same
+// 1 KiB of weights, so that each has all registers for its sums; few go side by side.
 //
 //   x   R rows of floats (each a bfloat16's value), x_stride apart: x[2j], x[2j + 1] belong to pair j
 //   w   P panels of 16 columns; pair j of a panel is 32 elements (64 bytes) at w[p] + j * pair_stride:
@@ -33,8 +55,12 @@ template <int R, int P>
 OCTAVO_INLINE void add_chunk(Vec (&acc)[R][P], const float* x, std::int64_t x_stride, const bf16* const (&w)[P],
                              std::int64_t pair_stride, int pairs) {
   Vec even[R][P], odd[R][P];
-  sum_chunk<0, R, P>(even, x, x_stride, w, pair_stride, pairs);
-  sum_chunk<1, R, P>(odd, x, x_stride, w, pair_stride, pairs);
+  if constexpr (R * P <= kTogether) {
+    sum_chunk_together<R, P>(even, odd, x, x_stride, w, pair_stride, pairs);
+  } else {
+    sum_chunk<0, R, P>(even, x, x_stride, w, pair_stride, pairs);
+    sum_chunk<1, R, P>(odd, x, x_stride, w, pair_stride, pairs);
+  }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4

@@ -16,7 +16,8 @@ namespace octavo {
 namespace {
 
 constexpr Kernels table(const char* name) {
-  return {name, matmul, rms_norm, rope, gate_mul, add, attention, softcap, to_bf16};
+  return {name,      matmul,           rms_norm,        rope,    gate_mul, add,
+          attention, attention_pieces, attention_merge, softcap, to_bf16};
 }
 
 }  // namespace

@@ -9,6 +9,7 @@ namespace octavo {
 namespace {
 
 constexpr int kBlockRows = 2;  // rows whose sums stay in registers; more were measured to be slower
+constexpr int kTogether = 2;   // up to so many sums, evens and odds go side by side
 
 struct Vec {
   __m256 lo, hi;

@@ -15,6 +15,7 @@ namespace octavo {
 namespace {
 
 constexpr int kBlockRows = 4;  // rows whose sums (of two panels) stay in registers
+constexpr int kTogether = 6;   // up to so many sums, evens and odds go side by side: more of them hide the FMA's latency
 
 struct Vec {
   __m512 v;

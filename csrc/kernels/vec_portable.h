@@ -11,6 +11,7 @@ namespace octavo {
 namespace {
 
 constexpr int kBlockRows = 2;  // rows whose sums stay in registers
+constexpr int kTogether = 1;   // up to so many sums, evens and odds go side by side
 
 using F4 = float __attribute__((vector_size(16)));
 using U4 = std::uint32_t __attribute__((vector_size(16)));

@@ -110,3 +110,16 @@ def test_two_engines_at_once(load: Callable[..., CpuBackend], alone: Callable[[s
         results = list(executor.map(run, ("llama-biases", "gemma3-variations")))
     assert_same_bits(results[0], alone("llama-biases", 2))
     assert_same_bits(results[1], alone("gemma3-variations", 2))
+
+
+@pytest.mark.parametrize("name", ["llama-one-kv-head", "gemma3"])
+def test_a_long_context_that_threads_share(tmp_path: Path, name: str) -> None:
+    """Five pieces of 256 positions and few KV heads: each thread takes some pieces of one row's attention."""
+    path = make(name, tmp_path, head_dim=16, max_position_embeddings=2048).path
+    tokens = prompt(1100, seed=3)
+    expected = NativePaged(load_native(path, isa="portable", fuse=False), num_blocks=80).logits(tokens)
+    for num_threads in (2, 5):
+        paged = NativePaged(load_native(path, num_threads=num_threads), num_blocks=160)
+        paged.step({"long": tokens[:1090], "other": tokens[:7]})
+        for i in range(1090, 1100):
+            assert_same_bits(paged.step({"long": tokens[i : i + 1]})["long"], expected[i : i + 1])

@@ -500,6 +500,22 @@ def test_attention_does_not_depend_on_chunks_ranges_or_blocks(table: str, group:
     assert (np.delete(part, np.s_[100:200], axis=0) == POISON).all()
 
 
+@each_table
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize(("group", "count"), [(1, 1), (3, 1), (7, 5), (3, 40)])
+def test_attention_in_pieces_that_are_joined_is_attention(table: str, group: int, count: int, window: int) -> None:
+    rng, dim, tokens = np.random.default_rng(group), 48, 1100
+    cache = Cache(rng, tokens, 2, dim, 16)
+    q = normal(rng, count, 2 * group * dim, scale=2)
+    options = {"scale": 0.2, "window": window, "position": tokens - count}
+    whole = cache.attend(table, q, 2 * group, 0, count, **options)
+    first = (tokens - count - window + 1) // 256 if window else 0
+    cache.poison(first * 256)
+    runs = cuts(rng, 5 - first)
+    pieces = [(first + runs[i][0], first + runs[i][1]) for i in rng.permutation(len(runs))]
+    np.testing.assert_array_equal(cache.attend(table, q, 2 * group, 0, count, pieces=pieces, **options), whole)
+
+
 @pytest.mark.parametrize(("head_dim", "softcap"), [(64, 0.0), (256, 0.0), (128, 50.0)])
 def test_attention_is_near_float64_and_the_same_on_every_table(head_dim: int, softcap: float) -> None:
     rng, tokens, heads = np.random.default_rng(head_dim), 700, 4
