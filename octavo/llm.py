@@ -223,7 +223,8 @@ def _bar(name: str, progress: bool | None) -> Iterator[Callable[..., None]]:
     try:
         yield update
     finally:
-        bar.stop()
+        if bar.tasks:
+            bar.stop()
 
 
 def _listed(value: Any, name: str) -> list[Any]:
