@@ -14,6 +14,7 @@ from tests.backends.test_host_memory import tree
 @pytest.fixture(autouse=True)
 def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
 
 
 @pytest.mark.parametrize(
@@ -33,9 +34,17 @@ def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_least_limit_wins(tmp_path: Path, membership: str, files: dict[str, str], cores: int) -> None:
-    assert usable_cores(*tree(tmp_path, membership, files)) == cores
+    found = usable_cores(*tree(tmp_path, membership, files))
+    assert found.number == cores
+    assert found.reason == "all 8 cores" or found.reason.startswith("a quota of ")
+    assert (found.reason == "all 8 cores") == (cores == 8)
+
+
+def test_the_quota_is_told_as_it_is(tmp_path: Path) -> None:
+    found = usable_cores(*tree(tmp_path, "0::/\n", {"cpu.max": "210000 100000\n"}))
+    assert found == (3, "a quota of 2.1 of 8 cores")
 
 
 def test_affinity_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
-    assert usable_cores(tmp_path / "none", tmp_path / "no file") == 1
+    assert usable_cores(tmp_path / "none", tmp_path / "no file") == (1, "affinity to 1 of 8 cores")

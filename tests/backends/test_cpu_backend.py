@@ -15,6 +15,7 @@ from octavo import SamplingParams
 from octavo.backends.base import Batch
 from octavo.backends.cpu import CpuBackend, isas
 from octavo.backends.cpu import backend as backend_module
+from octavo.backends.cpu.cores import Cores
 from octavo.errors import ConfigError, ModelError
 from octavo.sampling import NOT_FINITE, NOTHING_LEFT, Sampled, Sampler, SamplingRows
 from octavo.sampling.features import History, Shaping, features_of
@@ -207,8 +208,8 @@ class TestThreads:
 
     def test_description(self, wide: References) -> None:
         path = wide("llama").path
-        assert load_native(path, num_threads=2).description == f"cpu ({isas()[-1]}, 2 threads), bfloat16"
-        assert load_native(path, isa="portable").description == "cpu (portable, 1 thread), bfloat16"
+        assert load_native(path, num_threads=2).description == f"cpu ({isas()[-1]}, 2 threads: as asked), bfloat16"
+        assert load_native(path, isa="portable").description == "cpu (portable, 1 thread: as asked), bfloat16"
 
     def test_environment_names_the_kernels(self, wide: References, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OCTAVO_ISA", "portable")
@@ -218,8 +219,8 @@ class TestThreads:
             load_native(wide("llama").path)
 
     def test_threads_default_to_the_usable_cores(self, wide: References, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(backend_module, "usable_cores", lambda: 3)
-        assert "3 threads" in load_native(wide("llama").path, num_threads=None).description
+        monkeypatch.setattr(backend_module, "usable_cores", lambda: Cores(3, "a quota of 2.5 of 8 cores"))
+        assert "3 threads: a quota of 2.5 of 8 cores" in load_native(wide("llama").path, num_threads=None).description
 
 
 class TestRefusals:

@@ -72,14 +72,15 @@ class CpuBackend(Backend):
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._kv_shapes = graph.kv_shapes
-        self._program = Program(_resolve_isa(isa), _resolve_threads(num_threads))
+        threads, self._why_threads = _resolve_threads(num_threads)
+        self._program = Program(_resolve_isa(isa), threads)
         jobs = lower(graph, weights, self._program, fuse=fuse)
         pack(self._program, jobs, on_load)
 
     @property
     def description(self) -> str:
         threads = "1 thread" if self._program.num_threads == 1 else f"{self._program.num_threads} threads"
-        return f"cpu ({self._program.isa}, {threads}), bfloat16"
+        return f"cpu ({self._program.isa}, {threads}: {self._why_threads}), bfloat16"
 
     @property
     def weight_bytes(self) -> int:
@@ -187,9 +188,11 @@ def _resolve_isa(isa: str | None) -> str:
     return wanted
 
 
-def _resolve_threads(num_threads: int | None) -> int:
+def _resolve_threads(num_threads: int | None) -> tuple[int, str]:
+    """The number, and where it comes from."""
     if num_threads is None:
-        return min(usable_cores(), MOST_THREADS)
+        cores = usable_cores()
+        return min(cores.number, MOST_THREADS), cores.reason
     if num_threads > MOST_THREADS:
         raise ConfigError(f"num_threads={num_threads}: backend='cpu' takes at most {MOST_THREADS}; give that or less")
-    return num_threads
+    return num_threads, "as asked"
