@@ -1,4 +1,4 @@
-// Paged attention against its rule and float64; independence of chunks, ranges and blocks.
+// Paged attention against its rule and float64; independence of chunks, ranges, blocks and pieces.
 #include <algorithm>
 
 #include "tests/testing.h"
@@ -249,6 +249,29 @@ void test_independence(Test& t) {
   expect_same(t, whole, blocks, {0, s.count}, {0, width});
 }
 
+// Pieces apart, the last ones first, and then joined: the bits of the whole.
+void test_pieces(Test& t, const Shape& s) {
+  t.begin("attention of pieces that are joined, group=%d count=%d window=%d", s.group, s.count, s.window);
+  Random random(s.count);
+  Sequence sequence(random, s);
+  const int width = s.group * s.kv_heads * s.head_dim;
+  Matrix<bf16> q = input(random, s.count, width, 2), whole(s.count, width), joined = whole;
+  t.kernels.attention(sequence.arguments(q, whole), 0, s.count, 0, s.kv_heads);
+  const Attention a = sequence.arguments(q, joined);
+  const int first = first_seen(sequence, s.position) / kPiece, pieces = (sequence.tokens + kPiece - 1) / kPiece;
+  const std::int64_t size = s.group * s.count * partial_floats(s.head_dim);
+  Buffer<float> partials(pieces * size, poison<float>());
+  for (int head = 0; head < s.kv_heads; ++head) {
+    const std::vector<Range> runs = cut(random, {first, pieces});
+    for (auto run = runs.rbegin(); run != runs.rend(); ++run)
+      t.kernels.attention_pieces(a, 0, s.count, head, run->begin, run->end, partials.data());
+    t.kernels.attention_merge(a, 0, s.count, head, partials.data());
+  }
+  for (std::int64_t i = 0; i < first * size; ++i)
+    t.check(bits_of(partials[i]) == bits_of(poison<float>()), "a piece before the window was written", i);
+  expect_same(t, whole, joined, {0, s.count}, {0, width});
+}
+
 }  // namespace
 
 void test_attention(Test& t) {
@@ -260,6 +283,9 @@ void test_attention(Test& t) {
       {1, 3, 128, 16, 254, 20, 250, 50}};
   for (const Shape& s : kShapes) test_shape(t, s);
   test_independence(t);
+  constexpr Shape kLong[] = {
+      {1, 1, 48, 16, 1099, 1, 0, 0}, {3, 2, 32, 16, 1060, 40, 300, 0}, {7, 1, 64, 32, 765, 5, 0, 20}};
+  for (const Shape& s : kLong) test_pieces(t, s);
 }
 
 }  // namespace octavo::testing
