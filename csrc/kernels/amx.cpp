@@ -1,4 +1,4 @@
-// AVX-512 with matrix products on AMX tiles.
+// AVX-512 with matrix products, attention's too, on AMX tiles.
 #include "kernels/vec_avx512.h"
 
 #include "kernels/table.h"
@@ -6,12 +6,15 @@
 #include "kernels/emulated_tiles.h"
 #endif
 #include "kernels/tiles.h"
+#include "kernels/tile_attention.h"
 
 namespace octavo {
 namespace {
 
 constexpr Kernels with_tiles(Kernels k) {
   k.matmul = matmul_amx;
+  k.attention = attention<TileProducts>;
+  k.attention_pieces = attention_pieces<TileProducts>;
   return k;
 }
 

@@ -74,7 +74,7 @@ inline void multiply_blocked(const Matmul& m, std::int64_t row, int panel) {
 template <int P>
 inline void multiply_rows(const Matmul& m, std::int64_t row_begin, std::int64_t row_end, int panel) {
   const bool once = row_end - row_begin <= kBlockRows;
-  for_row_blocks(row_begin, row_end, [&]<int R>(std::int64_t row) {
+  for_row_blocks<kBlockRows>(row_begin, row_end, [&]<int R>(std::int64_t row) {
     if (once) {
       multiply_streaming<R, P>(m, row, panel);
     } else {

@@ -72,7 +72,7 @@ OCTAVO_INLINE void widen(const bf16* x, float* y, int count) {
   for (int i = 0; i < count; i += kLanes) store(y + i, load(x + i));
 }
 
-// Calls f<R>(first) for blocks of kBlockRows rows and what is left, in order: the tail is one smaller block.
+// Calls f<R>(first) for blocks of Most rows and what is left, in order: the tail is one smaller block.
 template <int R, class F>
 OCTAVO_INLINE void last_rows(std::int64_t first, std::int64_t count, F&& f) {
   if constexpr (R > 0) {
@@ -83,11 +83,11 @@ OCTAVO_INLINE void last_rows(std::int64_t first, std::int64_t count, F&& f) {
     }
   }
 }
-template <class F>
+template <int Most, class F>
 OCTAVO_INLINE void for_row_blocks(std::int64_t begin, std::int64_t end, F&& f) {
   std::int64_t row = begin;
-  for (; row + kBlockRows <= end; row += kBlockRows) f.template operator()<kBlockRows>(row);
-  last_rows<kBlockRows - 1>(row, end - row, f);
+  for (; row + Most <= end; row += Most) f.template operator()<Most>(row);
+  last_rows<Most - 1>(row, end - row, f);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ namespace {
 
 constexpr Kernels table(const char* name) {
   return {name,      matmul,           rms_norm,        rope,    gate_mul, add,
-          attention, attention_pieces, attention_merge, softcap, to_bf16};
+          attention<FmaProducts>, attention_pieces<FmaProducts>, attention_merge, softcap, to_bf16};
 }
 
 }  // namespace

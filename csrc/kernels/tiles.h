@@ -23,13 +23,12 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// Shapes of the eight tiles for blocks of upper + lower rows; lower may be 0.
-inline void configure_tiles(int upper, int lower) {
-  const int rows[8] = {upper, upper, lower, lower, upper, lower, kTileRows, kTileRows};
+// Shapes of the eight tiles; one without rows is not used.
+inline void configure_tiles(const int (&rows)[8], const int (&row_bytes)[8]) {
   TileConfig config;
   for (int t = 0; t < 8; ++t) {
     config.rows[t] = static_cast<std::uint8_t>(rows[t]);
-    config.row_bytes[t] = rows[t] > 0 ? 64 : 0;
+    config.row_bytes[t] = static_cast<std::uint16_t>(rows[t] > 0 ? row_bytes[t] : 0);
   }
   asm volatile("" ::: "memory");  // GCC 12 believes that only the first 8 bytes are read, and drops the other stores
   _tile_loadconfig(&config);
@@ -88,7 +87,8 @@ inline void multiply_tiles(const Matmul& m, std::int64_t row, int rows, int pane
 
 // Blocks of `rows` rows, all of one tile shape.
 inline void matmul_blocks(const Matmul& m, std::int64_t begin, std::int64_t end, int rows, int panel_begin, int panel_end) {
-  configure_tiles(rows < kTileRows ? rows : kTileRows, rows > kTileRows ? rows - kTileRows : 0);
+  const int upper = rows < kTileRows ? rows : kTileRows, lower = rows - upper;
+  configure_tiles({upper, upper, lower, lower, upper, lower, kTileRows, kTileRows}, {64, 64, 64, 64, 64, 64, 64, 64});
   for (int panel = panel_begin; panel < panel_end; panel += 2) {
     for (std::int64_t row = begin; row < end; row += rows) {
       if (panel + 1 < panel_end) {
