@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -93,6 +94,17 @@ def rows(runs: Runs, workloads: list[str]) -> list[dict[str, Any]]:
                     row["same_first_ids"] = same_first_ids(ours, mine)
             found.append(row)
     return found
+
+
+def line(workload: str, rep: int, engine: str, run: Run) -> str:
+    """One run, as it comes."""
+    measure = MEASURES[workload]
+    figure = f"{measure.of(run):.{measure.digits}f} {measure.unit}"
+    return f"{workload} run {rep + 1}, {engine}: {figure}; {run['others']:.1f} cores busy with something else"
+
+
+def without_paths(text: str) -> str:
+    return re.sub(r"(?<![\w.])/[^\s'\",:;()]+", "(path)", text)
 
 
 def table(found: list[dict[str, Any]], labels: Mapping[str, str], title: str) -> Table:

@@ -72,18 +72,23 @@ class Peer:
         return None
 
     def install(self, setup: Setup) -> None:
-        """Makes the environment, unless it is there.
+        """Makes the environment, unless it is there with these very requirements.
 
         Raises:
             subprocess.CalledProcessError: a package could not be installed.
         """
-        if self.name == OURS or Path(self.python(setup)).exists():
+        if self.name == OURS:
+            return
+        requirements = HERE / f"requirements-{self.name}.txt"
+        installed = setup.envs / self.name / requirements.name  # a copy, written when all went well
+        if installed.exists() and installed.read_text() == requirements.read_text():
             return
         subprocess.run([sys.executable, "-m", "venv", setup.envs / self.name], check=True)
         pip = [self.python(setup), "-m", "pip", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", "-q", "-r", HERE / f"requirements-{self.name}.txt"], check=True)
+        subprocess.run([*pip, "install", "-q", "-r", requirements], check=True)
         if self.remove:
             subprocess.run([*pip, "uninstall", "-q", "-y", *self.remove], check=True)
+        installed.write_text(requirements.read_text())
 
 
 ROSTER = {

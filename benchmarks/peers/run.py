@@ -115,6 +115,7 @@ class Comparison:
                     else:
                         if rep >= 0:
                             self.runs[name].setdefault(workload, []).append(run)
+                            bar.console.print(report.line(workload, rep, name, run), highlight=False)
                     bar.advance(task)
 
     def _fail(self, name: str, message: str) -> None:
@@ -146,7 +147,7 @@ def record(comparison: Comparison, rows: list[dict[str, Any]], args: argparse.Na
                 "model": peer.model,
                 "made_with": peer.label,
                 **comparison.boots.get(peer.name, {}),
-                "failure": comparison.failures.get(peer.name),
+                "failure": report.without_paths(comparison.failures.get(peer.name, "")),
                 "runs": comparison.runs[peer.name],
             }
             for peer in args.peers
@@ -203,7 +204,10 @@ def main() -> int:
                     console.print(f"{peer.name} could not be installed: {error}", style="red", markup=False)
     facts = machine.facts(CHECKOUT)
     comparison = Comparison(setup, args, console)
-    comparison.run()
+    try:
+        comparison.run()
+    except KeyboardInterrupt:
+        console.print("interrupted; what was measured so far:")
     rows = report.rows(comparison.runs, args.workloads)
     title = f"{facts['cpu']}, {facts['cores']} cores, {args.threads} threads"
     console.print(report.table(rows, {peer.name: peer.label for peer in args.peers}, title))

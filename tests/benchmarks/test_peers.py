@@ -88,6 +88,12 @@ class TestReport:
         assert rows[1]["speedup"] == report.Spread(3.0, 3.0, 3.0)
         assert rows[0]["spread"] == report.Spread(1.0, 1.0, 2.0)
 
+    def test_no_path_of_the_machine_is_kept(self) -> None:
+        text = "ended with 1: FileNotFoundError: [Errno 2] No such file: '/home/me/models/x.gguf' (logs in /tmp/a-b)"
+        kept = load("report").without_paths(text)
+        assert kept == "ended with 1: FileNotFoundError: [Errno 2] No such file: '(path)' (logs in (path))"
+        assert load("report").without_paths("2 tokens/s, 1/2 or a/b") == "2 tokens/s, 1/2 or a/b"
+
 
 ENGINE = """
     import sys
