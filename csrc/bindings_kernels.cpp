@@ -18,6 +18,7 @@
 #include "float_mode.h"
 #include "kernels.h"
 #include "pack.h"
+#include "stored.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -209,6 +210,18 @@ void to_bf16(const std::string& name, FlatFloat x, Array<bf16, 1> out) {
   table(name).to_bf16(x.data(), out.data(), static_cast<std::int64_t>(x.shape(0)));
 }
 
+// Blocks of a stored format as float32.
+void decode(const std::string& name, Array<const std::uint8_t, 2> blocks, Array<float, 2> out) {
+  const StoredFormat& format = stored_format(name);
+  expect(static_cast<int>(blocks.shape(1)) == format.bytes && static_cast<int>(out.shape(1)) == format.values &&
+             blocks.shape(0) == out.shape(0) && blocks.stride(1) == 1 && out.stride(1) == 1,
+         "blocks and out differ in size from the format's, or are not contiguous");
+  for (std::size_t i = 0; i < blocks.shape(0); ++i) {
+    format.decode(blocks.data() + static_cast<std::int64_t>(i) * blocks.stride(0),
+                  out.data() + static_cast<std::int64_t>(i) * out.stride(0));
+  }
+}
+
 // Packs source panels into `out` (see pack_panels).
 template <class T>
 void pack(Array<const T, 2> rows, Array<bf16, 1> out, std::int64_t first, int step) {
@@ -248,6 +261,7 @@ void bind_kernels(nb::module_& parent) {
         "With pieces, runs of them [begin, end) are computed apart, in the order given, and then joined.");
   m.def("softcap", octavo::softcap, "table"_a, "x"_a.noconvert(), "cap"_a);
   m.def("to_bf16", octavo::to_bf16, "table"_a, "x"_a.noconvert(), "out"_a.noconvert());
+  m.def("decode", octavo::decode, "format"_a, "blocks"_a.noconvert(), "out"_a.noconvert());
   m.def("pack", octavo::pack<float>, "rows"_a.noconvert(), "out"_a.noconvert(), "first"_a = 0, "step"_a = 1,
         "Panel p of the weight's rows [n, k] goes to place first + p * step of `out`.");
   m.def("pack", octavo::pack<octavo::bf16>, "rows"_a.noconvert(), "out"_a.noconvert(), "first"_a = 0, "step"_a = 1);

@@ -212,6 +212,11 @@ void bind_program(nb::module_& m) {
     for (int i = 0, count = available(tables, 16); i < count; ++i) names.emplace_back(tables[i]->name);
     return names;
   }, "Names of the kernel tables that this machine can run, slowest first.");
+  m.def("stored_formats", [] {
+    std::vector<std::string> names;
+    for (const StoredFormat& format : stored_formats()) names.emplace_back(format.name);
+    return names;
+  }, "Names of the formats that Program.pack_stored reads.");
   m.def("rotation", &rotation, "position"_a, "frequencies"_a, "factor"_a,
         "cos and sin of position * frequencies, times factor: what rotary embeddings turn by. float32 [half] each.");
   nb::class_<Program>(m, "Program")
@@ -237,6 +242,18 @@ void bind_program(nb::module_& m) {
              p.pack(weight, first_panel, panel_step, rows.data(), first, static_cast<int>(rows.shape(0)));
            },
            "weight"_a, "first_panel"_a, "panel_step"_a, "rows"_a, "first"_a)
+      .def("pack_stored",
+           [](Program& p, int weight, int first_panel, int panel_step, const std::string& format,
+              Array<std::uint8_t, 2> rows, int first) {
+             const StoredFormat& stored = stored_format(format);
+             const auto k = static_cast<std::size_t>(p.runtime().weights.at(weight).packed.k);
+             if (rows.shape(1) * stored.values != k * stored.bytes) {
+               throw std::invalid_argument("program: rows to pack have another width than their weight");
+             }
+             nb::gil_scoped_release released;
+             p.pack_stored(weight, first_panel, panel_step, stored, rows.data(), first, static_cast<int>(rows.shape(0)));
+           },
+           "weight"_a, "first_panel"_a, "panel_step"_a, "format"_a, "rows"_a, "first"_a)
       .def("add_vector",
            [](Program& p, Array<float> values) {
              return p.add_vector(std::vector<float>(values.data(), values.data() + values.shape(0)));

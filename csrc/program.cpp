@@ -45,18 +45,38 @@ int Program::add_weight(int n, int k) {
   return static_cast<int>(runtime_.weights.size()) - 1;
 }
 
-void Program::pack(int weight, int first_panel, int panel_step, const float* rows, int first, int count) {
+// Where the panels of rows first .. first + count - 1 lie.
+bf16* Program::panels_of(int weight, int first_panel, int panel_step, int first, int count) const {
   require(weight >= 0 && weight < static_cast<int>(runtime_.weights.size()), "no such weight");
   const Weight& target = runtime_.weights[weight];
-  const int k = target.packed.k;
   require(first_panel >= 0 && panel_step >= 1 && first >= 0 && first % kPanel == 0 && count >= 1,
           "rows to pack begin with a whole panel");
-  const int panels = (count + kPanel - 1) / kPanel;
   const std::int64_t place = first_panel + static_cast<std::int64_t>(first) / kPanel * panel_step;
-  require(place + static_cast<std::int64_t>(panels - 1) * panel_step < target.packed.panels(),
+  require(place + static_cast<std::int64_t>((count - 1) / kPanel) * panel_step < target.packed.panels(),
           "rows past the last panel of a weight");
-  bf16* out = target.memory.as<bf16>() + place * target.packed.padded_k() * kPanel;
-  pack_panels(rows, k, count, k, out, 0, panels, panel_step);
+  return target.memory.as<bf16>() + place * target.packed.padded_k() * kPanel;
+}
+
+void Program::pack(int weight, int first_panel, int panel_step, const float* rows, int first, int count) {
+  bf16* out = panels_of(weight, first_panel, panel_step, first, count);
+  const int k = runtime_.weights[weight].packed.k;
+  pack_panels(rows, k, count, k, out, 0, (count + kPanel - 1) / kPanel, panel_step);
+}
+
+void Program::pack_stored(int weight, int first_panel, int panel_step, const StoredFormat& format,
+                          const std::uint8_t* rows, int first, int count) {
+  bf16* out = panels_of(weight, first_panel, panel_step, first, count);
+  const PackedWeight& packed = runtime_.weights[weight].packed;
+  require(packed.k % format.values == 0, "rows are not whole numbers of blocks");
+  const std::size_t k = packed.k, blocks = k / format.values;
+  std::vector<float> panel(kPanel * k);
+  for (int row = 0; row < count; row += kPanel, out += std::int64_t{panel_step} * packed.padded_k() * kPanel) {
+    const int height = std::min(kPanel, count - row);
+    for (std::size_t i = 0; i < height * blocks; ++i, rows += format.bytes) {
+      format.decode(rows, panel.data() + i * format.values);
+    }
+    pack_panels(panel.data(), packed.k, height, packed.k, out, 0, 1);
+  }
 }
 
 int Program::add_vector(std::vector<float> values) {

@@ -18,6 +18,7 @@
 #include "roofline.h"
 #include "runtime.h"
 #include "sampling.h"
+#include "stored.h"
 
 namespace octavo {
 
@@ -43,6 +44,9 @@ class Program {
   // Rounds rows [count, k] to bfloat16 and packs them: row i becomes row (first + i) of the panels first_panel,
   // first_panel + panel_step, ... of the weight. first: a multiple of 16. Several threads may pack different rows at once.
   void pack(int weight, int first_panel, int panel_step, const float* rows, int first, int count);
+  // The same for `count` rows of a stored format, side by side.
+  void pack_stored(int weight, int first_panel, int panel_step, const StoredFormat& format, const std::uint8_t* rows,
+                   int first, int count);
   int add_vector(std::vector<float> values);
   int add_rotation(std::vector<float> frequencies, float factor);
   int add_cache(int kv_heads, int head_dim);
@@ -83,6 +87,7 @@ class Program {
 
  private:
   void require(bool condition, const char* what) const;
+  bf16* panels_of(int weight, int first_panel, int panel_step, int first, int count) const;
   void check_view(View view, int width, bool stream = false) const;
   void check_operand(View view, int k) const;
   void check(const Step& step) const;

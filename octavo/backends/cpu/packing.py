@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.cpu.native import Program
+from octavo.backends.cpu.native import Program, stored_formats
 from octavo.backends.cpu.steps import PANEL
 from octavo.weights import WeightTensor
 from octavo.weights.quants import dequantize
@@ -33,7 +33,9 @@ class PackingJob:
 
 
 def pack(program: Program, jobs: Sequence[PackingJob], on_load: Callable[[float], None]) -> None:
-    """Packs all weights on as many threads as the program has; numpy and the program release the GIL as they work.
+    """Packs all weights on as many threads as the program has.
+
+    The program itself reads the common formats; others are expanded by numpy. Both release the GIL as they work.
 
     Args:
         on_load: called with the share that is packed, 0 to 1, in the caller's thread.
@@ -42,10 +44,15 @@ def pack(program: Program, jobs: Sequence[PackingJob], on_load: Callable[[float]
         ModelError: a tensor is of a type that octavo cannot read.
     """
 
+    known = stored_formats()
+
     def pack_rows(job: PackingJob, first: int, raw: Bytes) -> int:
         """Returns how many bytes of the file that were."""
-        rows = dequantize(raw, job.tensor.dtype).reshape(-1, job.tensor.shape[1])
-        program.pack(job.weight, job.first_panel, job.panel_step, np.ascontiguousarray(rows), first)
+        if job.tensor.dtype in known:
+            program.pack_stored(job.weight, job.first_panel, job.panel_step, job.tensor.dtype, raw, first)
+        else:
+            rows = np.ascontiguousarray(dequantize(raw, job.tensor.dtype))
+            program.pack(job.weight, job.first_panel, job.panel_step, rows, first)
         return raw.nbytes
 
     done, total = 0, sum(job.tensor.nbytes for job in jobs)
