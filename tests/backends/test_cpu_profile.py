@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from octavo.backends.cpu.native import Program, isas
 from octavo.metrics import OpProfile
 from octavo.weights import open_checkpoint
 from tests.backends.checkpoints import SIZES, VOCAB, WINDOW, make, prompt
@@ -159,3 +161,43 @@ def test_roofline(llama: Path, num_threads: int) -> None:
     matrices = [t.shape for t in open_checkpoint(llama).tensors.values() if len(t.shape) == 2]
     assert roofline.weights_size == sum(2 * padded(n, 16) * padded(k, 32) for n, k in matrices)
     assert min(roofline.memory_bytes, roofline.weights_bytes, roofline.product_bytes, roofline.product_flops) > 0
+
+
+def test_logits_that_come_in_slices_read_their_weight_again() -> None:
+    """Logits are held 64 MiB at a time: sixteen rows of a million columns."""
+    vocab, k, rows = 1 << 20, 32, 20
+    program = Program(isas()[-1], 2)
+    weight = program.add_weight(vocab, k)
+    program.pack(weight, 0, 1, np.random.default_rng(0).normal(size=(rows, k)).astype(np.float32), 0)
+    stream, chosen, normed = (program.add_buffer(k, *kind) for kind in ((False, True), (True, True), (True, False)))
+    program.add_cache(1, 16)
+    program.embed(weight, 1.0, (stream, 0))
+    program.select_rows((stream, 0), (chosen, 0))
+    program.rms_norm((chosen, 0), program.add_vector(np.ones(k, np.float32)), 1, 1e-6, (normed, 0))
+    program.logits((normed, 0), weight)
+    program.allocate_kv_cache(4, 16)
+
+    def logits(tokens: list[int]) -> np.ndarray:
+        count = len(tokens)
+        everything = np.arange(count, dtype=np.int32)
+        batch = SimpleNamespace(
+            token_ids=np.array(tokens, np.int32),
+            positions=everything,
+            slot_mapping=everything.astype(np.int64),
+            query_starts=np.array([0, count], np.int32),
+            block_tables=np.arange(4, dtype=np.int32)[None],
+            logit_rows=everything,
+        )
+        result = np.empty((count, vocab), np.float32)
+        program.step(batch, None, vocab, everything, result)
+        return result[:, :rows]
+
+    program.start_profile()
+    together = logits(list(range(rows)))
+    head, sampling = program.stop_profile()[-2:]
+    assert (head["kind"], head["runs"], sampling["runs"]) == ("logits", 2, 2)
+    assert head["weight_bytes"] == 2 * 2 * vocab * k
+    assert head["flops"] == 2 * rows * vocab * k
+    assert sampling["other_bytes"] == 4 * rows * vocab
+    for token in (0, 15, 16, 19):
+        assert together[token].tobytes() == logits([token])[0].tobytes()
