@@ -212,6 +212,11 @@ void bind_program(nb::module_& m) {
     for (int i = 0, count = available(tables, 16); i < count; ++i) names.emplace_back(tables[i]->name);
     return names;
   }, "Names of the kernel tables that this machine can run, slowest first.");
+  m.def("fast_table", [](const std::string& isa) {
+    const Kernels* table = find(isa.c_str());
+    if (table == nullptr) throw std::invalid_argument("no kernels named " + isa + " on this machine");
+    return std::string(fast_math(*table).name);
+  }, "isa"_a, "The table that is faster where last bits may differ from the other tables'; `isa` itself where there is none.");
   m.def("stored_formats", [] {
     std::vector<std::string> names;
     for (const StoredFormat& format : stored_formats()) names.emplace_back(format.name);

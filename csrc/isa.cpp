@@ -94,7 +94,17 @@ int available(const Kernels** out, int capacity) {
   return count;
 }
 
+const Kernels& fast_math(const Kernels& table) {
+#if defined(__x86_64__)
+  if (&table == &kAvx512Bf16) return kAvx512Bf16Dots;
+#endif
+  return table;
+}
+
 const Kernels* find(const char* name) {
+#if defined(__x86_64__)
+  if (std::strcmp(kAvx512Bf16Dots.name, name) == 0) return has_avx512_bf16() ? &kAvx512Bf16Dots : nullptr;
+#endif
   for (const Candidate& c : kCandidates)
     if (std::strcmp(c.table->name, name) == 0) return c.runs() ? c.table : nullptr;
   return nullptr;

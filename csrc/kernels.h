@@ -183,6 +183,8 @@ struct Kernels {
 extern const Kernels kPortable;
 #if defined(__x86_64__)
 extern const Kernels kAvx2, kAvx512, kAvx512Bf16, kAmx;
+// Not of the contract: its products round in another order than the matrix rule, and run at twice the speed (--fast-math).
+extern const Kernels kAvx512Bf16Dots;
 #endif
 
 // Tables that this CPU and operating system can run, slowest first; the first is always portable. Asks the kernel for the
@@ -190,5 +192,8 @@ extern const Kernels kAvx2, kAvx512, kAvx512Bf16, kAmx;
 int available(const Kernels** out, int capacity);
 // By name; null when there is none of that name here.
 const Kernels* find(const char* name);
+// The table that is faster than this one where results may differ from the other tables' in their last bits; or this one, where
+// there is none.
+const Kernels& fast_math(const Kernels& table);
 
 }  // namespace octavo

@@ -13,6 +13,9 @@ def isas() -> list[str]:
 def stored_formats() -> list[str]:
     """Names of the formats that Program.pack_stored reads, as in octavo/weights/quants.py."""
 
+def fast_table(isa: str) -> str:
+    """The table that is faster where last bits may differ from the other tables'; `isa` where there is none."""
+
 def rotation(
     position: int, frequencies: NDArray[np.float32], factor: float
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -119,6 +119,10 @@ class EngineConfig:
     )
     swap_space_bytes: int = field(default=0, metadata={"help": "host memory for swapped-out blocks (only 0 as yet)"})
     num_threads: int | None = field(default=None, metadata={"help": "compute threads; all cores the process may use"})
+    fast_math: bool = field(
+        default=False,
+        metadata={"help": "cpu: faster where the CPU has AVX512_BF16 without AMX; other last bits than on other CPUs"},
+    )
     seed: int = field(default=0, metadata={"help": "the seeds of requests that bring none are drawn from it"})
     tensor_parallel_size: int = field(default=1, metadata={"help": "workers that share each layer (only 1 as yet)"})
     pipeline_parallel_size: int = field(default=1, metadata={"help": "groups of layers (only 1 as yet)"})

@@ -82,6 +82,7 @@ def _cpu_backend(
         block_size=config.block_size,
         num_threads=config.num_threads,
         vocab_size=vocab_size,
+        fast_math=config.fast_math,
         on_load=on_load,
     )
 
@@ -97,6 +98,8 @@ def _torch_backend(
         raise ConfigError("backend='torch' needs torch, which is not installed: pip install 'octavo[torch]'")
     from octavo.backends.torch import TorchBackend, resolve_device
 
+    if config.fast_math:
+        raise ConfigError("fast_math=True is of backend='cpu'; leave it out with backend='torch'")
     device = resolve_device(config.device)
     dtype = config.dtype
     if dtype == "auto":

@@ -16,7 +16,13 @@ BLOCK = 16
 
 
 def load_native(
-    path: Path, *, isa: str | None = None, fuse: bool = True, num_threads: int = 1, block_size: int = BLOCK
+    path: Path,
+    *,
+    isa: str | None = None,
+    fuse: bool = True,
+    num_threads: int = 1,
+    block_size: int = BLOCK,
+    fast_math: bool = False,
 ) -> CpuBackend:
     traced = graph(path, "bfloat16")
     return CpuBackend(
@@ -28,6 +34,7 @@ def load_native(
         vocab_size=traced.output.width or 0,
         isa=isa,
         fuse=fuse,
+        fast_math=fast_math,
     )
 
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.backends.cpu import CpuBackend, isas
+from octavo.backends.cpu.native import fast_table
 from tests.backends.checkpoints import make, prompt
 from tests.backends.native import NativePaged, load_native
 from tests.backends.paged import Logits
@@ -123,3 +124,19 @@ def test_a_long_context_that_threads_share(tmp_path: Path, name: str) -> None:
         paged.step({"long": tokens[:1090], "other": tokens[:7]})
         for i in range(1090, 1100):
             assert_same_bits(paged.step({"long": tokens[i : i + 1]})["long"], expected[i : i + 1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fast_math_gives_up_other_tables_bits_and_nothing_else(load: Callable[..., CpuBackend], name: str) -> None:
+    if all(fast_table(isa) == isa for isa in isas()):
+        pytest.skip("this machine has no table of fast math")
+    tokens = prompt(LONGEST, seed=4)
+    isa = next(isa for isa in isas() if fast_table(isa) != isa)
+    plain = NativePaged(load(name, isa=isa, fast_math=True, fuse=False)).logits(tokens)
+    paged = NativePaged(load(name, isa=isa, fast_math=True, num_threads=3))
+    paged.step({"mate": tokens[:77]})
+    for first in range(0, LONGEST, 23):
+        found = paged.step({"own": tokens[first : first + 23], "other" + str(first): tokens[:5]})["own"]
+        assert_same_bits(found, plain[first : first + 23])
+    exact = NativePaged(load(name, isa=isa)).logits(tokens)
+    assert 0 < np.abs(exact - plain).max() < 0.1 * exact.std()

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from octavo._native import kernels
+from octavo._native import fast_table, kernels
 from tests.native import kernel_rules as rules
 from tests.native.kernel_rules import F32, Bits, Floats
 
 TABLES = kernels.tables()
+FAST = sorted({fast_table(table) for table in TABLES} - set(TABLES))  # not of the contract
 POISON = 0x7FC1  # a NaN that no kernel writes
 UNIT = 2.0**-24  # unit roundoff of float32
 BF16_UNIT = 2.0**-8  # of bfloat16
@@ -541,6 +542,48 @@ def test_attention_is_near_float64_and_the_same_on_every_table(head_dim: int, so
     relative = 2 * (BF16_UNIT + error) + (44 + 32 + 16) * UNIT
     got = rules.from_bf16(results[0]).reshape(40, heads, head_dim)
     assert (np.abs(got - exact) <= 1.01 * (relative * size + BF16_UNIT * np.abs(exact))).all()
+
+
+# ---- tables of fast math
+
+
+@pytest.mark.skipif(not FAST, reason="this machine has no table of fast math")
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 576, 1536), (3, 100, 2000), (37, 192, 576), (70, 49, 640)])
+def test_fast_products_are_near_float64_and_rows_do_not_depend_on_each_other(m: int, n: int, k: int) -> None:
+    rng = np.random.default_rng(m)
+    x, w = normal(rng, m, k, scale=3), normal(rng, n, k, scale=0.05)
+    exact = x.astype(np.float64) @ w.T.astype(np.float64)
+    bound = (k + 1) * UNIT * (np.abs(x).astype(np.float64) @ np.abs(w.T).astype(np.float64))  # k additions in turn
+    arguments = {"n": n, "k": k, "epilogue": "float", "out_width": n}
+    for table in FAST:
+        out, apart = np.full((m, n), np.nan, F32), np.full((m, n), np.nan, F32)
+        kernels.matmul(table, activations(x), pack(w), out_float=out, **arguments)
+        assert (np.abs(out - exact) <= bound).all()
+        for rows, panels in itertools.product(cuts(rng, m), cuts(rng, up(n, 16) // 16)):
+            kernels.matmul(table, activations(x, 32), pack(w), out_float=apart, rows=rows, panels=panels, **arguments)
+        np.testing.assert_array_equal(apart, out)
+
+
+@pytest.mark.skipif(not FAST, reason="this machine has no table of fast math")
+@pytest.mark.parametrize(("group", "dim", "window"), [(1, 64, 0), (3, 48, 270), (7, 256, 0)])
+def test_fast_attention_is_near_the_rule_and_does_not_depend_on_chunks(group: int, dim: int, window: int) -> None:
+    rng, count = np.random.default_rng(group), 600
+    cache = Cache(rng, count, 1, dim, 16)
+    q = normal(rng, count, group * dim, scale=2)
+    options = {"scale": dim**-0.5, "window": window}
+    for table in FAST:
+        whole = cache.attend(table, q, group, 0, count, position=0, **options)
+        rule = rules.from_bf16(cache.attend("portable", q, group, 0, count, position=0, **options))
+        # Scores differ by float32 roundings, so that a weight may round the other way; the result rounds once more.
+        assert (np.abs(rules.from_bf16(whole) - rule) <= 4 * BF16_UNIT * np.abs(cache.values).max()).all()
+        for begin, end in cuts(rng, count):
+            part = cache.attend(table, q, group, begin, end - begin, position=begin, **options)
+            np.testing.assert_array_equal(part, whole[begin:end])
+        for row in (0, 17, 271, 599):
+            one = cache.attend(table, q, group, row, 1, position=row, **options)[0]
+            np.testing.assert_array_equal(one, whole[row])
+        pieces = cache.attend(table, q, group, 0, count, position=0, pieces=[(1, 3), (0, 1)], **options)
+        np.testing.assert_array_equal(pieces, whole)
 
 
 @each_table

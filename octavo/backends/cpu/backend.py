@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from octavo.backends.base import Backend, Batch
 from octavo.backends.cpu.cores import usable_cores
 from octavo.backends.cpu.lower import check_graph, lower
-from octavo.backends.cpu.native import Program, isas, sampling
+from octavo.backends.cpu.native import Program, fast_table, isas, sampling
 from octavo.backends.cpu.packing import pack
 from octavo.backends.cpu.profiler import CpuProfiler
 from octavo.backends.host_memory import memory_limit
@@ -39,6 +39,8 @@ class CpuBackend(Backend):
         isa: a kernel table of this machine; None is what OCTAVO_ISA names, else the fastest. All give the same bits.
         on_load: called with the share of the weights that are packed, 0 to 1, as they are.
         fuse: False runs every op of the graph on its own: the same bits, slower.
+        fast_math: take kernels whose results may differ from the other tables' in their last bits, where such are
+            faster. The bits contract then holds on this instruction set alone.
 
     Raises:
         ConfigError: something that the native runtime does not have; the message says what to use.
@@ -57,6 +59,7 @@ class CpuBackend(Backend):
         isa: str | None = None,
         on_load: Callable[[float], None] = lambda share: None,
         fuse: bool = True,
+        fast_math: bool = False,
     ) -> None:
         if kv_cache_dtype != "bfloat16":
             raise ConfigError(
@@ -73,14 +76,18 @@ class CpuBackend(Backend):
         self._vocab_size = vocab_size
         self._kv_shapes = graph.kv_shapes
         threads, self._why_threads = _resolve_threads(num_threads)
-        self._program = Program(_resolve_isa(isa), threads)
+        table = _resolve_isa(isa)
+        self._fast_math = ""
+        if fast_math:
+            table, self._fast_math = _resolve_fast_math(table)
+        self._program = Program(table, threads)
         jobs = lower(graph, weights, self._program, fuse=fuse)
         pack(self._program, jobs, on_load)
 
     @property
     def description(self) -> str:
         threads = "1 thread" if self._program.num_threads == 1 else f"{self._program.num_threads} threads"
-        return f"cpu ({self._program.isa}, {threads}: {self._why_threads}), bfloat16"
+        return f"cpu ({self._program.isa}, {threads}: {self._why_threads}), bfloat16{self._fast_math}"
 
     @property
     def weight_bytes(self) -> int:
@@ -186,6 +193,12 @@ def _resolve_isa(isa: str | None) -> str:
     if wanted not in isas():
         raise ConfigError(f"OCTAVO_ISA={wanted!r}: this machine has {', '.join(isas())}; use one of them")
     return wanted
+
+
+def _resolve_fast_math(isa: str) -> tuple[str, str]:
+    """The table to take, and what to say of it."""
+    table = fast_table(isa)
+    return table, f"; fast_math: {isa} has nothing faster" if table == isa else "; fast_math: bits of this table only"
 
 
 def _resolve_threads(num_threads: int | None) -> tuple[int, str]:
