@@ -37,12 +37,13 @@ void Waiter::wait(const std::atomic<std::uint32_t>& word, std::uint32_t old) {
   word.wait(old, std::memory_order_acquire);
 }
 
-void Barrier::wait() {
+void Barrier::wait(const std::function<void()>& last) {
   const std::uint32_t round = round_.load(std::memory_order_relaxed);  // nobody can move it on before we arrive
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < num_threads_) {
     waiter_.wait(round_, round);
     return;
   }
+  if (last) last();
   arrived_.store(0, std::memory_order_relaxed);
   round_.store(round + 1, std::memory_order_release);
   round_.notify_all();

@@ -35,7 +35,8 @@ class Waiter {
 class Barrier {
  public:
   Barrier(int num_threads, int most_spins) : num_threads_(num_threads), waiter_(most_spins) {}
-  void wait();
+  // The last to arrive calls `last` before any goes on.
+  void wait(const std::function<void()>& last = {});
 
  private:
   const int num_threads_;
@@ -61,8 +62,8 @@ class Pool {
   // Raises std::runtime_error in a child of the process that made the pool.
   void require_own_process() const;
 
-  // Inside a task: returns once every thread of the pool has called it.
-  void barrier() { barrier_.wait(); }
+  // Inside a task: returns once every thread of the pool has called it, and the last of them has called `last`.
+  void barrier(const std::function<void()>& last = {}) { barrier_.wait(last); }
 
  private:
   void work(int thread);

@@ -1,8 +1,7 @@
 // What a program's ops cost: time, arithmetic and memory traffic, gathered over the steps that run while it is on.
 //
-// An op's time goes from the end of the op before it to the barrier after it, so waiting for the slowest thread counts;
-// where the next op needs no barrier, it goes to the end of thread 0's own rows. No barrier is added: the times of all
-// ops add up to the time that the pool ran.
+// An op's time goes from the end of the op before it to its own on the slowest thread: the last to arrive at the barrier
+// after it looks at the clock. While a profile is taken every op has such a barrier, also those that could do without.
 #pragma once
 
 #include <chrono>
@@ -36,7 +35,7 @@ struct OpProfile {
   Work work;
 };
 
-// Filled by thread 0 alone.
+// Filled by one thread at a time.
 class Profile {
  public:
   explicit Profile(std::vector<OpProfile> ops) : ops_(std::move(ops)) {}

@@ -299,23 +299,30 @@ void Program::step(const Step& step, const LogitsUse& use) {
   if (step.num_logit_rows > 0) begin_slice(0);
   if (profile_) {
     for (std::size_t i = 0; i < body_.size(); ++i) profile_->add(i, body_[i]->work(runtime_));
-    profile_->start();
   }
   pool_.run([&](int thread) {
     const Share share{thread, num_threads()};
+    if (profile_) pool_.barrier([&] { profile_->start(); });  // once all are awake
     run(body_, 0, share);
     if (step.num_logit_rows > 0) run_slices(use, share);
   });
-  if (step.num_logit_rows == 0) finished(body_.size() - 1, {0, num_threads()});
 }
 
-// `first`: the place of ops[0] in the profile. The last op ends at the barrier that the caller puts after it.
+// All of these ops, and a barrier. `first`: the place of ops[0] in the profile.
 void Program::run(std::vector<std::unique_ptr<Op>>& ops, std::size_t first, Share share) {
   for (std::size_t i = 0; i < ops.size(); ++i) {
-    const Op::Cut cut = ops[i]->cut(runtime_);
-    if (i > 0 && (cut == Op::Cut::kUnits || cut != ops[i - 1]->cut(runtime_))) pool_.barrier();
-    if (i > 0) finished(first + i - 1, share);
     ops[i]->run(runtime_, share);
+    const bool last = i + 1 == ops.size();
+    const Op::Cut next = last ? Op::Cut::kUnits : ops[i + 1]->cut(runtime_);
+    if (profile_ || next == Op::Cut::kUnits || next != ops[i]->cut(runtime_)) end_op(first + i);
+  }
+}
+
+void Program::end_op(std::size_t op) {
+  if (profile_) {
+    pool_.barrier([&] { profile_->finished(op); });
+  } else {
+    pool_.barrier();
   }
 }
 
@@ -344,21 +351,11 @@ Roofline Program::measure_roofline() {
   return octavo::measure_roofline(pool_, runtime_.kernels, weights);
 }
 
-void Program::finished(std::size_t op, Share share) {
-  if (profile_ && share.thread == 0) profile_->finished(op);
-}
-
 void Program::run_slices(const LogitsUse& use, Share share) {
-  const std::size_t sampling = body_.size() + head_.size();
-  pool_.barrier();
-  finished(body_.size() - 1, share);
   for (;;) {
     run(head_, body_.size(), share);
-    pool_.barrier();
-    finished(sampling - 1, share);
     use_logits(use, scratch_[share.thread]);
-    pool_.barrier();  // the slice is done with
-    finished(sampling, share);
+    end_op(body_.size() + head_.size());  // the slice is done with
     if (runtime_.logits_end == runtime_.step.num_logit_rows) return;
     pool_.barrier();  // all have seen that there is another
     if (share.thread == 0) begin_slice(runtime_.logits_end);

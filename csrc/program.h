@@ -97,7 +97,7 @@ class Program {
   void run_slices(const LogitsUse& use, Share share);
   void use_logits(const LogitsUse& use, Scratch& scratch);
   void begin_slice(std::int64_t begin);
-  void finished(std::size_t op, Share share);
+  void end_op(std::size_t op);
 
   Runtime runtime_;
   Pool pool_;

@@ -23,11 +23,11 @@ from octavo.metrics import OpProfile, Profiler, Roofline, merge
 
 PROMPTS = 3  # to prefill, after one to warm up
 EPILOG = """\
-time      from the end of the op before to the end of this one on the slowest thread
+ms        from the end of the op before to the end of this one on the slowest thread
 GB/s      weights, keys and values counted once a step, activations where they are read and written
 roof      share of the roofline, min(peak FLOP/s, FLOP per byte x bandwidth of reading as much memory as the weights
           take); more than 100 % where activations come from a cache
-outside   scheduling, arrays, detokenisation: the engine's time less that of the ops
+outside   scheduling, arrays, waking the threads, detokenisation: the engine's time less that of the ops
 The roofline is measured in the same run, on the engine's own threads:
   read               a plain streaming read: over 512 MiB, and over as many bytes as the weights take
   matrix x vector    products of one row with each of the model's weights in turn, without barriers: what decoding one
