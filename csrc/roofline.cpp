@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstring>
+#include <span>
 
 #include "memory.h"
 
@@ -12,7 +12,9 @@ namespace octavo {
 namespace {
 
 constexpr std::size_t kBeyondCaches = std::size_t{512} << 20;
-constexpr double kSeconds = 0.3;  // of runs, of which the best counts
+constexpr double kSeconds = 0.1;  // of runs, of which the best counts
+constexpr int kRounds = 3;        // of all measurements
+constexpr int kStreams = 4;
 
 // The shortest time of work(thread) on all threads at once.
 template <class Work>
@@ -36,27 +38,30 @@ double best_seconds(Pool& pool, Work work) {
   return best;
 }
 
-double read_rate(Pool& pool, std::size_t bytes) {
-  const std::size_t words = bytes / sizeof(std::uint64_t);
-  const Memory memory(words * sizeof(std::uint64_t), true);
+using Words = std::span<const std::uint64_t>;
+
+// Each thread reads its share of each of these, in a few streams at once: the processor fetches ahead in each of them, but
+// stops at the end of a page.
+double read_rate(Pool& pool, const std::vector<Words>& regions) {
   const auto threads = static_cast<std::size_t>(pool.num_threads());
   std::vector<std::uint64_t> sums(threads * 8);  // a cache line a thread: the result is used, so the reads stay
-  const auto part = [&](int thread, auto work) {
-    const auto i = static_cast<std::size_t>(thread);
-    std::uint64_t* data = memory.as<std::uint64_t>();
-    work(data + words * i / threads, data + words * (i + 1) / threads);
-  };
-  // Pages that were never written are all one page of zeros, which is in a cache.
-  pool.run([&](int thread) { part(thread, [](auto* begin, auto* end) { std::fill(begin, end, 1); }); });
   const double seconds = best_seconds(pool, [&](int thread) {
-    part(thread, [&](const std::uint64_t* begin, const std::uint64_t* end) {
-      std::uint64_t sum[8] = {};  // enough at a time to keep the loads of several vectors under way
-      for (; end - begin >= 8; begin += 8) {
-        for (int i = 0; i < 8; ++i) sum[i] += begin[i];
+    const auto own = static_cast<std::size_t>(thread);
+    std::uint64_t sum[8] = {};
+    for (const Words& words : regions) {
+      const std::size_t begin = words.size() * own / threads, end = words.size() * (own + 1) / threads;
+      const std::size_t stream = (end - begin) / kStreams / 8 * 8;  // whole cache lines
+      const std::uint64_t* at = words.data() + begin;
+      for (std::size_t line = 0; line < stream; line += 8) {
+        for (int s = 0; s < kStreams; ++s) {
+          for (int i = 0; i < 8; ++i) sum[i] += at[s * stream + line + i];
+        }
       }
-      for (std::uint64_t each : sum) sums[static_cast<std::size_t>(thread) * 8] += each;
-    });
+    }
+    for (std::uint64_t each : sum) sums[own * 8] += each;
   });
+  std::size_t bytes = 0;
+  for (const Words& words : regions) bytes += words.size_bytes();
   return static_cast<double>(bytes) / seconds;
 }
 
@@ -124,15 +129,26 @@ double product_flops(Pool& pool, const Kernels& kernels, int rows, int n, int k)
 
 Roofline measure_roofline(Pool& pool, const Kernels& kernels, const std::vector<PackedWeight>& weights) {
   Roofline roofline;
+  std::vector<Words> packed;
   for (const PackedWeight& w : weights) {
-    roofline.weights_size += static_cast<double>(w.panels()) * w.padded_k() * kPanel * sizeof(bf16);
+    const std::int64_t bytes = std::int64_t{w.panels()} * w.padded_k() * kPanel * std::int64_t{sizeof(bf16)};
+    packed.emplace_back(reinterpret_cast<const std::uint64_t*>(w.data), bytes / sizeof(std::uint64_t));
+    roofline.weights_size += static_cast<double>(bytes);
   }
-  roofline.memory_bytes = read_rate(pool, kBeyondCaches);
-  roofline.weights_bytes = read_rate(pool, static_cast<std::size_t>(roofline.weights_size));
-  roofline.product_bytes = product_read_rate(pool, kernels, weights, roofline.weights_size);
-  // 16 KiB each of rows and weight; 64 KiB; 256 KiB of either and 64 of the other.
-  for (const auto& [rows, n, k] : {std::array{32, 32, 256}, {64, 64, 512}, {128, 64, 512}, {128, 256, 512}, {32, 256, 512}}) {
-    roofline.product_flops = std::max(roofline.product_flops, product_flops(pool, kernels, rows, n, k));
+  // Pages that were never written are all one page of zeros, which is in a cache.
+  const Memory memory(kBeyondCaches, true);
+  const std::span words(memory.as<std::uint64_t>(), kBeyondCaches / sizeof(std::uint64_t));
+  std::fill(words.begin(), words.end(), 1);
+  // In turn, so that what disturbs the machine for a while does not fall on one of them alone.
+  for (int round = 0; round < kRounds; ++round) {
+    const auto best = [](double& so_far, double rate) { so_far = std::max(so_far, rate); };
+    best(roofline.memory_bytes, read_rate(pool, {words}));
+    best(roofline.weights_bytes, read_rate(pool, packed));
+    best(roofline.product_bytes, product_read_rate(pool, kernels, weights, roofline.weights_size));
+    // 16 KiB each of rows and weight; 64 KiB; 256 KiB of either and 64 of the other.
+    for (const auto& [rows, n, k] : {std::array{32, 32, 256}, {64, 64, 512}, {128, 64, 512}, {128, 256, 512}}) {
+      best(roofline.product_flops, product_flops(pool, kernels, rows, n, k));
+    }
   }
   return roofline;
 }

@@ -17,7 +17,7 @@ namespace octavo {
 // Each is the best of several runs on all threads of the pool, which start together; bytes or operations a second.
 struct Roofline {
   double memory_bytes = 0;   // a plain streaming read over more than any cache holds (512 MiB)
-  double weights_bytes = 0;  // the same over as many bytes as the weights take: what a decode step could read them at
+  double weights_bytes = 0;  // the same over the packed weights, one after another: what a decode step could read them at
   double product_bytes = 0;  // the table's own products of one row with each weight in turn, no barrier in between: what its
                              // decode steps could reach if nothing but products ran
   double product_flops = 0;  // the table's own products of many rows, weight and rows held in L1 or L2, whichever is faster

@@ -52,6 +52,26 @@ void test_sizes() {
   }
 }
 
+// The last to arrive runs what it is given while all others still wait.
+void test_last_of_a_barrier() {
+  for (int n : {1, 2, 5}) {
+    Pool pool(n);
+    std::vector<long> arrived(n);
+    long calls = 0;
+    pool.run([&](int thread) {
+      for (long round = 1; round <= 200; ++round) {
+        arrived[thread] = round;
+        pool.barrier([&] {
+          ++calls;
+          for (long each : arrived) check(each == round, "called before all had arrived");
+        });
+        check(calls == round, "not called once a barrier");
+        pool.barrier();
+      }
+    });
+  }
+}
+
 void test_two_pools_at_once() {
   std::thread other([] {
     Pool pool(3);
@@ -102,6 +122,7 @@ void test_fork() {
 
 int main() {
   test_sizes();
+  test_last_of_a_barrier();
   test_two_pools_at_once();
   test_short_lives();
   test_sleepers_wake();

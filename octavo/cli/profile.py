@@ -25,11 +25,11 @@ PROMPTS = 3  # to prefill, after one to warm up
 EPILOG = """\
 ms        from the end of the op before to the end of this one on the slowest thread
 GB/s      weights, keys and values counted once a step, activations where they are read and written
-roof      share of the roofline, min(peak FLOP/s, FLOP per byte x bandwidth of reading as much memory as the weights
-          take); more than 100 % where activations come from a cache
+roof      share of the roofline, min(peak FLOP/s, FLOP per byte x bandwidth of reading the weights); more than 100 %
+          where activations come from a cache
 outside   scheduling, arrays, waking the threads, detokenisation: the engine's time less that of the ops
 The roofline is measured in the same run, on the engine's own threads:
-  read               a plain streaming read: over 512 MiB, and over as many bytes as the weights take
+  read               a plain streaming read: over 512 MiB, and over the model's packed weights
   matrix x vector    products of one row with each of the model's weights in turn, without barriers: what decoding one
                      sequence could reach
   peak               products of many rows, their operands in the nearest caches"""
@@ -198,7 +198,7 @@ def _print(phases: list[Phase], roofline: Roofline) -> None:
     size = roofline.weights_size / 1e6
     console.print(
         f"roofline: read {_giga(roofline.memory_bytes)} GB/s over 512 MiB, {_giga(roofline.weights_bytes)} GB/s over "
-        f"the {size:.0f} MB that the weights take; matrix x vector {_giga(roofline.product_bytes)} GB/s; "
+        f"the weights ({size:.0f} MB); matrix x vector {_giga(roofline.product_bytes)} GB/s; "
         f"peak {_giga(roofline.product_flops)} GFLOP/s"
     )
 

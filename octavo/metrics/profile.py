@@ -33,7 +33,7 @@ class Roofline:
     """What the threads of the engine reach on this machine, measured; bytes or operations a second."""
 
     memory_bytes: float  # a plain streaming read over 512 MiB, more than any cache holds
-    weights_bytes: float  # the same over as many bytes as the model's weights take
+    weights_bytes: float  # the same over the model's packed weights
     product_bytes: float  # products of one row with each of the model's weights in turn, without barriers between them
     product_flops: float  # products of many rows, their operands in the nearest caches
     weights_size: float  # bytes
