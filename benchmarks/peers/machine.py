@@ -16,6 +16,8 @@ FLAGS = (
     "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "asimd", "asimddp", "bf16", "i8mm", "sve",
 )  # fmt: skip
 
+QUIET = 0.1  # cores
+
 
 def facts(checkout: Path) -> dict[str, Any]:
     """Of the machine, the date, and octavo's commit. Linux only; absent files give absent facts."""
@@ -49,6 +51,16 @@ class Bystanders:
         """Cores, on average since this was made, that were busy with anything but the `own_seconds` of CPU time."""
         elapsed = time.monotonic() - self._start
         return max(0.0, _busy_seconds() - self._busy - own_seconds) / elapsed
+
+
+def wait_for_quiet(limit: float) -> None:
+    """Returns once nothing else runs for a second, or after `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        bystanders = Bystanders()
+        time.sleep(1.0)
+        if bystanders.cores(0.0) < QUIET:
+            return
 
 
 def group_seconds(group: int) -> float:

@@ -107,6 +107,7 @@ class Comparison:
             for rep in range(-uncounted, self._args.runs):
                 for name in list(turns):
                     bar.update(task, engine=name)
+                    machine.wait_for_quiet(self._args.settle)
                     try:
                         run = turns[name](rep)
                     except PeerError as error:
@@ -169,6 +170,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3, help="interleaved runs of each")
     parser.add_argument("--requests", type=int, help="only the first N of workload A, for slow machines")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--settle", type=float, default=20, help="seconds that a run waits, at most, for a quiet machine"
+    )
     parser.add_argument("--timeout", type=float, default=1800, help="seconds that loading or one run may take")
     parser.add_argument("--model", action="append", default=[], metavar="ENGINE=FILE", help="another file of --models")
     parser.add_argument("--install", action="store_true", help="make the environments that are missing")

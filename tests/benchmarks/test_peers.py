@@ -209,6 +209,24 @@ def test_work_elsewhere_is_noticed() -> None:
 
 
 @pytest.mark.usefixtures("peers")
+def test_a_machine_that_never_falls_quiet_is_not_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = load("machine")
+    clock, busy = [0.0], [0.0]
+    monkeypatch.setattr(machine.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(machine, "_busy_seconds", lambda: busy[0])
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        busy[0] += seconds if clock[0] <= 3.5 else 0.0
+
+    monkeypatch.setattr(machine.time, "sleep", sleep)
+    machine.wait_for_quiet(2.5)
+    assert clock[0] == 3.0  # gave up
+    machine.wait_for_quiet(100)
+    assert clock[0] == 4.0  # and here it was quiet
+
+
+@pytest.mark.usefixtures("peers")
 def test_every_peer_has_its_script_and_its_requirements() -> None:
     roster = load("roster")
     for name in roster.ROSTER:
