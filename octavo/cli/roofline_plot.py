@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 from octavo.errors import ConfigError, OctavoError
@@ -27,9 +28,10 @@ def plot(path: Path, title: str, phases: Mapping[str, Sequence[OpProfile]], roof
     Raises:
         OctavoError: the file cannot be written.
     """
+    from matplotlib.collections import PathCollection
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = Figure(figsize=(12, 6), layout="constrained")
     axes = figure.subplots()
     shown = {
         name: [op for op in ops if op.flops > 0 and op.seconds > _LEAST_SHARE * sum(each.seconds for each in ops)]
@@ -48,26 +50,23 @@ def plot(path: Path, title: str, phases: Mapping[str, Sequence[OpProfile]], roof
             [low * bandwidth / 1e9, roofline.product_flops / 1e9, roofline.product_flops / 1e9],
             f"k{style}",
             linewidth=1,
-            label=f"{label} {bandwidth / 1e9:.1f} GB/s, peak {roofline.product_flops / 1e9:.0f} GFLOP/s",
+            label=f"{label} {bandwidth / 1e9:.1f} GB/s; peak {roofline.product_flops / 1e9:.0f} GFLOP/s",
         )
+    number = count(1)
     for color, (name, ops) in zip(("tab:blue", "tab:orange"), shown.items(), strict=True):
         total = sum(op.seconds for op in phases[name])
-        points = [(op.flops / op.bytes, op.flops / op.seconds / 1e9) for op in ops]
-        axes.scatter(
-            [x for x, _ in points],
-            [y for _, y in points],
-            s=[20 + 1500 * op.seconds / total for op in ops],
-            color=color,
-            alpha=0.6,
-            label=name,
-        )
-        for op, point in zip(ops, points, strict=True):
-            axes.annotate(f"{op.kind} {op.shape}", point, fontsize=7, xytext=(4, 4), textcoords="offset points")
+        for op in ops:
+            point = op.flops / op.bytes, op.flops / op.seconds / 1e9
+            i = next(number)  # names would cover each other
+            label = f"{i}  {name}: {op.kind} {op.shape}, {op.seconds / total:.0%}"
+            axes.scatter(*point, s=20 + 1500 * op.seconds / total, color=color, alpha=0.5, label=label)
+            axes.annotate(str(i), point, fontsize=7, ha="center", va="center")
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="GFLOP/s", title=title)
     axes.grid(True, which="major", alpha=0.3)
-    legend = axes.legend(loc="lower right", fontsize=8)
-    for handle in legend.legend_handles[-len(shown) :]:
-        handle.set_sizes([60])  # type: ignore[union-attr]
+    legend = axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
+    for handle in legend.legend_handles:
+        if isinstance(handle, PathCollection):
+            handle.set_sizes([40])
     try:
         figure.savefig(path, dpi=150, format="png")
     except OSError as error:
