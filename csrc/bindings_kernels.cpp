@@ -189,13 +189,16 @@ void attention(const std::string& name, ConstBf16s q, Bf16s out, FlatBf16 keys, 
   }
   const std::int64_t all = (position + count + kPiece - 1) / kPiece;
   for (const auto& [begin, end] : *pieces) expect(0 <= begin && begin <= end && end <= all, "pieces are out of bounds");
-  std::vector<float> partials(all * (row_end - row_begin) * (heads / kv_heads) * partial_floats(head_dim),
-                              std::numeric_limits<float>::quiet_NaN());
+  const std::int64_t head_stride = all * (heads / kv_heads) * partial_floats(head_dim), row_stride = head_stride * kv_heads;
+  std::vector<float> partials(row_stride * (row_end - row_begin), std::numeric_limits<float>::quiet_NaN());
+  std::vector<AttentionRow> parts;
+  for (int i = 0; i < row_end - row_begin; ++i) {
+    parts.push_back({first + row_begin + i, position + row_begin + i, partials.data() + i * row_stride, head_stride});
+  }
+  const int rows_in_parts = static_cast<int>(parts.size());
   for (int head = head_begin; head < head_end; ++head) {
-    for (const auto& [begin, end] : *pieces) {
-      kernels.attention_pieces(a, row_begin, row_end, head, begin, end, partials.data());
-    }
-    kernels.attention_merge(a, row_begin, row_end, head, partials.data());
+    for (const auto& [begin, end] : *pieces) kernels.attention_pieces(a, parts.data(), rows_in_parts, head, begin, end);
+    kernels.attention_merge(a, parts.data(), rows_in_parts, head);
   }
 }
 

@@ -304,6 +304,8 @@ void bind_program(nb::module_& m) {
       .def("allocate_kv_cache", &Program::allocate_kv_cache, "num_blocks"_a, "block_size"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def("kv_cache", &kv_cache, "cache"_a)
+      .def("set_cascade", &Program::set_cascade, "on"_a)
+      .def_prop_ro("shared_positions", &Program::shared_positions)
       .def("start_profile", &Program::start_profile)
       .def("stop_profile", &stop_profile)
       .def("measure_roofline", &roofline_of)

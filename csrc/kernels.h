@@ -152,12 +152,20 @@ struct Attention {
   float scale = 1, softcap = 0;    // softcap 0: none
 };
 
-// A long context may be cut into pieces that several threads compute: attention_pieces leaves what each vector (a query row's
-// head of the group, numbered row by row) got of each piece, and attention_merge joins them. Of piece i and vector v:
+// Attention may also be computed a few pieces at a time: attention_pieces leaves what each row got of each piece, and
+// attention_merge joins them. Threads then share a long context, and sequences share what they have in common: rows of one call
+// may belong to several sequences, as long as their block tables agree over its pieces.
 //
-//   partials + (i * vectors + v) * partial_floats(head_dim):   o [head_dim]   m   l (0: sees nothing of it)   unused
+// What a row got of piece i for head h of the group of a KV head:
+//
+//   partials + kv_head * head_stride + (i * group + h) * partial_floats(head_dim):   o [head_dim]   m   l (0: saw none of it)   unused
 //
 // Pieces count from position 0; those before a window are neither written nor read.
+struct AttentionRow {
+  int row, position;               // row of q and of out
+  float* partials = nullptr;
+  std::int64_t head_stride = 0;    // floats
+};
 OCTAVO_INLINE constexpr std::int64_t partial_floats(int head_dim) { return head_dim + kPanel; }
 
 struct Kernels {
@@ -170,10 +178,10 @@ struct Kernels {
   void (*add)(const Add&, std::int64_t row_begin, std::int64_t row_end);
   // Rows [row_begin, row_end) within [0, count) and the query heads of KV heads [head_begin, head_end).
   void (*attention)(const Attention&, int row_begin, int row_end, int head_begin, int head_end);
-  // The same in two parts, for one KV head: pieces [piece_begin, piece_end), then all of them joined.
-  void (*attention_pieces)(const Attention&, int row_begin, int row_end, int head, int piece_begin, int piece_end,
-                           float* partials);
-  void (*attention_merge)(const Attention&, int row_begin, int row_end, int head, float* partials);
+  // The same in two parts, for one KV head: pieces [piece_begin, piece_end), then all of them joined. `first`, `count` and
+  // `position` of Attention are not used.
+  void (*attention_pieces)(const Attention&, const AttentionRow* rows, int count, int head, int piece_begin, int piece_end);
+  void (*attention_merge)(const Attention&, const AttentionRow* rows, int count, int head);
   // x = tanh(x / cap) * cap over count floats (logit soft-cap).
   void (*softcap)(float* x, std::int64_t count, float cap);
   // float32 -> bfloat16, nearest even, NaN stays a (quiet) NaN; count elements.

@@ -207,18 +207,20 @@ void AttentionOp::run(const Runtime& runtime, Share) {
   const auto count = static_cast<std::int64_t>(all.size());
   for (std::int64_t i = units_.take(); i < count; i = units_.take()) {
     const AttentionUnit& unit = all[i];
-    op.first = step.query_starts[unit.sequence];
-    op.count = step.query_starts[unit.sequence + 1] - op.first;
-    op.position = step.positions[op.first];
     op.block_table = step.block_tables + unit.sequence * step.table_width;
-    if (unit.split < 0) {
+    if (unit.whole()) {
+      op.first = step.query_starts[unit.sequence];
+      op.count = step.query_starts[unit.sequence + 1] - op.first;
+      op.position = step.positions[op.first];
       runtime.kernels.attention(op, unit.row_begin, unit.row_end, unit.head, unit.head + 1);
       continue;
     }
-    float* partials = plan.partials(unit.split);
-    runtime.kernels.attention_pieces(op, unit.row_begin, unit.row_end, unit.head, unit.piece_begin, unit.piece_end, partials);
-    if (plan.last_of(unit.split)) {
-      runtime.kernels.attention_merge(op, unit.row_begin, unit.row_end, unit.head, partials);
+    runtime.kernels.attention_pieces(op, plan.rows() + unit.row_begin, unit.row_end - unit.row_begin, unit.head,
+                                     unit.piece_begin, unit.piece_end);
+    for (int join = unit.join_begin; join < unit.join_end; ++join) {
+      if (!plan.last_of(join, unit.head)) continue;
+      const AttentionJoin& rows = plan.join(join);
+      runtime.kernels.attention_merge(op, plan.rows() + rows.row_begin, rows.row_end - rows.row_begin, unit.head);
     }
   }
 }

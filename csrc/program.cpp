@@ -155,6 +155,7 @@ void Program::attention(View q, int cache, int heads, int window, float scale, f
     return known.serves(heads, target.kv_heads, target.head_dim, window);
   });
   if (plan == plans.end()) plan = plans.emplace(plan, heads, target.kv_heads, target.head_dim, window);
+  ++plan->layers;
   const int index = static_cast<int>(plan - plans.begin());
   body_.push_back(std::make_unique<AttentionOp>(q, cache, index, heads, scale, softcap, out));
 }
@@ -202,6 +203,12 @@ void Program::allocate_kv_cache(std::int64_t num_blocks, int block_size) {
   }
   runtime_.block_size = block_size;
   num_blocks_ = num_blocks;
+}
+
+std::int64_t Program::shared_positions() const {
+  std::int64_t total = 0;
+  for (const AttentionPlan& plan : runtime_.attention_plans) total += plan.shared_positions() * plan.layers;
+  return total;
 }
 
 std::int64_t Program::weight_bytes() const {
@@ -290,8 +297,9 @@ void Program::step(const Step& step, const LogitsUse& use) {
   const std::lock_guard lock(mutex_);
   check(step);
   runtime_.step = step;
+  runtime_.step.block_size = runtime_.block_size;
   grow(step);
-  for (AttentionPlan& plan : runtime_.attention_plans) plan.make(step, num_threads());
+  for (AttentionPlan& plan : runtime_.attention_plans) plan.make(runtime_.step, num_threads(), cascade_);
   for (Scratch& scratch : scratch_) {
     if (!use.rows.empty()) scratch.reserve(use.vocab_size);
   }

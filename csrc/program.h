@@ -79,6 +79,13 @@ class Program {
   // What this machine's memory and kernels can do, on this program's threads and weights. Takes about two seconds.
   Roofline measure_roofline();
 
+  // Whether what several sequences share is read once for all of them; on unless told otherwise. Results are the same.
+  void set_cascade(bool on) { cascade_ = on; }
+
+  // Positions of the last step whose keys and values were read for several sequences at once, over all layers: each counts
+  // once for every sequence but the first.
+  std::int64_t shared_positions() const;
+
   const Kernels& kernels() const { return runtime_.kernels; }
   int num_threads() const { return pool_.num_threads(); }
   int vocab_size() const { return vocab_size_; }
@@ -105,6 +112,7 @@ class Program {
   std::vector<std::unique_ptr<Op>> body_, head_;
   int vocab_size_ = 0;
   std::int64_t num_blocks_ = 0;
+  bool cascade_ = true;
   std::int64_t capacity_[2] = {0, 0};  // rows of T and of S that the buffers hold
   Memory logits_;
   Units logits_units_;

@@ -22,6 +22,7 @@ struct Step {
   const std::int32_t* query_starts = nullptr; // [R + 1]
   const std::int32_t* block_tables = nullptr; // [R, table_width]
   std::int64_t table_width = 0;
+  int block_size = 0;                         // tokens of a block; the program's own
   const std::int32_t* logit_rows = nullptr;   // [S]
 };
 

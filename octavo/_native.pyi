@@ -65,6 +65,11 @@ class Program:
     def logits(self, x: _Place, weight: int) -> None: ...
     def softcap(self, cap: float) -> None: ...
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None: ...
+    @property
+    def shared_positions(self) -> int:
+        """Positions of the last step that several sequences read at once, over all layers; the first reader is not counted."""
+    def set_cascade(self, on: bool) -> None:
+        """Whether what several sequences share is read once for all of them (the default); results are the same."""
     def kv_cache(self, cache: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
         """Keys and values as they lie: [blocks, KV heads, panels, 16 * head_dim], shared memory."""
     def start_profile(self) -> None:

@@ -106,27 +106,27 @@ struct FmaProducts {
   }
 };
 
-// Vectors first .. of the list that starts at row_begin; returns the positions that any of them sees.
-template <class Products>
-inline Span fill_tile(const Attention& a, Tile& tile, int row_begin, int kv_head, std::int64_t first, int count) {
+// Vectors first .. of the rows that row_of(0), row_of(1) .. give; returns the positions that any of them sees.
+template <class Products, class RowOf>
+inline Span fill_tile(const Attention& a, Tile& tile, RowOf row_of, int kv_head, std::int64_t first, int count) {
   const int dim = a.cache.head_dim, group = a.heads / a.cache.kv_heads;
   Span all;
   tile.count = count;
   tile.dim = dim;
   for (int v = 0; v < count; ++v) {
-    const int row = row_begin + static_cast<int>((first + v) / group);
+    const AttentionRow from = row_of(static_cast<int>((first + v) / group));
     const int head = kv_head * group + static_cast<int>((first + v) % group);
-    const int position = a.position + row;
+    const int position = from.position;
     const int begin = a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
     tile.visible[v] = {begin, position + 1};
-    tile.row[v] = a.first + row;
+    tile.row[v] = from.row;
     tile.column[v] = head * dim;
     tile.started[v] = false;
     const bf16* query = a.q.row(tile.row[v]) + tile.column[v];
     widen(query, tile.query + v * dim, dim);
     if constexpr (Products::kWantsBits) __builtin_memcpy(tile.query_bits + v * dim, query, dim * sizeof(bf16));
     if (v == 0) all = tile.visible[v];
-    all = {all.begin < begin ? all.begin : begin, position + 1};
+    all = {all.begin < begin ? all.begin : begin, all.end > position ? all.end : position + 1};
   }
   return all;
 }
@@ -270,14 +270,14 @@ inline void write_results(const Attention& a, const Tile& tile) {
   }
 }
 
-// Calls f(tile, positions that it sees, number of its first vector) for the tiles of some rows and one KV head, in order.
-template <class Products, class F>
-OCTAVO_INLINE void for_tiles(const Attention& a, int row_begin, int row_end, int head, F&& f) {
-  const std::int64_t vectors = static_cast<std::int64_t>(row_end - row_begin) * (a.heads / a.cache.kv_heads);
+// Calls f(tile, positions that it sees, number of its first vector) for the tiles of `rows` rows and one KV head, in order.
+template <class Products, class RowOf, class F>
+OCTAVO_INLINE void for_tiles(const Attention& a, RowOf row_of, int rows, int head, F&& f) {
+  const std::int64_t vectors = static_cast<std::int64_t>(rows) * (a.heads / a.cache.kv_heads);
   Tile tile;
   for (std::int64_t first = 0; first < vectors; first += kTile) {
     const std::int64_t left = vectors - first;
-    const Span all = fill_tile<Products>(a, tile, row_begin, head, first, left < kTile ? static_cast<int>(left) : kTile);
+    const Span all = fill_tile<Products>(a, tile, row_of, head, first, left < kTile ? static_cast<int>(left) : kTile);
     Products::begin(tile);
     f(tile, all, first);
     Products::end();
@@ -286,8 +286,9 @@ OCTAVO_INLINE void for_tiles(const Attention& a, int row_begin, int row_end, int
 
 template <class Products>
 inline void attention(const Attention& a, int row_begin, int row_end, int head_begin, int head_end) {
+  const auto row_of = [&](int i) { return AttentionRow{a.first + row_begin + i, a.position + row_begin + i}; };
   for (int head = head_begin; head < head_end; ++head) {
-    for_tiles<Products>(a, row_begin, row_end, head, [&](Tile& tile, Span all, std::int64_t) {
+    for_tiles<Products>(a, row_of, row_end - row_begin, head, [&](Tile& tile, Span all, std::int64_t) {
       for (int begin = all.begin / kPiece * kPiece; begin < all.end; begin += kPiece) {
         attend_piece<Products>(a, tile, head, intersect(all, {begin, begin + kPiece}), begin);
         for (int v = 0; v < tile.count; ++v)
@@ -299,22 +300,23 @@ inline void attention(const Attention& a, int row_begin, int row_end, int head_b
   }
 }
 
-// Where the partial result of one vector and one piece lies.
-OCTAVO_INLINE float* partial(const Attention& a, float* partials, int rows, int piece, std::int64_t vector) {
-  const std::int64_t vectors = static_cast<std::int64_t>(rows) * (a.heads / a.cache.kv_heads);
-  return partials + (piece * vectors + vector) * partial_floats(a.cache.head_dim);
+// Where the partial result of one vector (numbered row by row) and one piece lies.
+OCTAVO_INLINE float* partial(const Attention& a, const AttentionRow* rows, int head, int piece, std::int64_t vector) {
+  const int group = a.heads / a.cache.kv_heads;
+  const AttentionRow& row = rows[vector / group];
+  return row.partials + head * row.head_stride + (piece * group + vector % group) * partial_floats(a.cache.head_dim);
 }
 
 template <class Products>
-inline void attention_pieces(const Attention& a, int row_begin, int row_end, int head, int piece_begin, int piece_end,
-                             float* partials) {
+inline void attention_pieces(const Attention& a, const AttentionRow* rows, int count, int head, int piece_begin, int piece_end) {
   const int dim = a.cache.head_dim;
-  for_tiles<Products>(a, row_begin, row_end, head, [&](Tile& tile, Span all, std::int64_t first) {
+  const auto row_of = [&](int i) { return rows[i]; };
+  for_tiles<Products>(a, row_of, count, head, [&](Tile& tile, Span all, std::int64_t first) {
     for (int piece = piece_begin; piece < piece_end; ++piece) {
       const Span seen = intersect(all, {piece * kPiece, (piece + 1) * kPiece});
       if (!seen.empty()) attend_piece<Products>(a, tile, head, seen, piece * kPiece);
       for (int v = 0; v < tile.count; ++v) {
-        float* out = partial(a, partials, row_end - row_begin, piece, first + v);
+        float* out = partial(a, rows, head, piece, first + v);
         out[dim] = tile.piece_largest[v];
         out[dim + 1] = seen.empty() ? 0.0f : tile.piece_total[v];
         for (int d = 0; d < dim; d += kLanes) store(out + d, load(tile.piece + v * dim + d));
@@ -323,12 +325,13 @@ inline void attention_pieces(const Attention& a, int row_begin, int row_end, int
   });
 }
 
-inline void attention_merge(const Attention& a, int row_begin, int row_end, int head, float* partials) {
+inline void attention_merge(const Attention& a, const AttentionRow* rows, int count, int head) {
   const int dim = a.cache.head_dim;
-  for_tiles<FmaProducts>(a, row_begin, row_end, head, [&](Tile& tile, Span all, std::int64_t first) {
+  const auto row_of = [&](int i) { return rows[i]; };
+  for_tiles<FmaProducts>(a, row_of, count, head, [&](Tile& tile, Span all, std::int64_t first) {
     for (int piece = all.begin / kPiece; piece * kPiece < all.end; ++piece) {
       for (int v = 0; v < tile.count; ++v) {
-        const float* from = partial(a, partials, row_end - row_begin, piece, first + v);
+        const float* from = partial(a, rows, head, piece, first + v);
         if (from[dim + 1] != 0.0f) merge(tile, v, from, from[dim], from[dim + 1]);
       }
     }

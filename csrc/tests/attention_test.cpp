@@ -259,16 +259,19 @@ void test_pieces(Test& t, const Shape& s) {
   t.kernels.attention(sequence.arguments(q, whole), 0, s.count, 0, s.kv_heads);
   const Attention a = sequence.arguments(q, joined);
   const int first = first_seen(sequence, s.position) / kPiece, pieces = (sequence.tokens + kPiece - 1) / kPiece;
-  const std::int64_t size = s.group * s.count * partial_floats(s.head_dim);
-  Buffer<float> partials(pieces * size, poison<float>());
+  const std::int64_t head_stride = pieces * s.group * partial_floats(s.head_dim), row_stride = s.kv_heads * head_stride;
+  Buffer<float> partials(s.count * row_stride, poison<float>());
+  std::vector<AttentionRow> rows;
+  for (int i = 0; i < s.count; ++i) rows.push_back({i, s.position + i, partials.data() + i * row_stride, head_stride});
   for (int head = 0; head < s.kv_heads; ++head) {
     const std::vector<Range> runs = cut(random, {first, pieces});
     for (auto run = runs.rbegin(); run != runs.rend(); ++run)
-      t.kernels.attention_pieces(a, 0, s.count, head, run->begin, run->end, partials.data());
-    t.kernels.attention_merge(a, 0, s.count, head, partials.data());
+      t.kernels.attention_pieces(a, rows.data(), s.count, head, run->begin, run->end);
+    t.kernels.attention_merge(a, rows.data(), s.count, head);
   }
-  for (std::int64_t i = 0; i < first * size; ++i)
-    t.check(bits_of(partials[i]) == bits_of(poison<float>()), "a piece before the window was written", i);
+  for (std::int64_t i = 0; i < s.count * s.kv_heads; ++i)
+    for (std::int64_t j = 0; j < first * s.group * partial_floats(s.head_dim); ++j)
+      t.check(bits_of(partials[i * head_stride + j]) == bits_of(poison<float>()), "a piece before the window was written", i);
   expect_same(t, whole, joined, {0, s.count}, {0, width});
 }
 

@@ -23,6 +23,7 @@ def load_native(
     num_threads: int = 1,
     block_size: int = BLOCK,
     fast_math: bool = False,
+    cascade: bool = True,
 ) -> CpuBackend:
     traced = graph(path, "bfloat16")
     return CpuBackend(
@@ -35,6 +36,7 @@ def load_native(
         isa=isa,
         fuse=fuse,
         fast_math=fast_math,
+        cascade=cascade,
     )
 
 
@@ -55,6 +57,11 @@ class NativePaged(Paged):
     def step(self, work: dict[str, Sequence[int]]) -> dict[str, Logits]:
         batch = self.batch(work)
         return dict(zip(work, np.split(self.native.logits(batch), batch.query_starts[1:-1]), strict=True))
+
+    def fork(self, name: str, new: str, blocks: int) -> None:
+        """A sequence that begins with the first `blocks` blocks of another, all of them full."""
+        self._tables[new] = self._tables[name][:blocks]
+        self._lengths[new] = blocks * self._block_size
 
     def preempt(self, name: str) -> None:
         """Gives the blocks of a sequence back, as they are; it begins again at its first token."""

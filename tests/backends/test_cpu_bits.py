@@ -140,3 +140,33 @@ def test_fast_math_gives_up_other_tables_bits_and_nothing_else(load: Callable[..
         assert_same_bits(found, plain[first : first + 23])
     exact = NativePaged(load(name, isa=isa)).logits(tokens)
     assert 0 < np.abs(exact - plain).max() < 0.1 * exact.std()
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "llama-one-kv-head", "gemma3"])
+def test_what_sequences_share_is_read_once_and_gives_the_same_bits(
+    load: Callable[..., CpuBackend], name: str, num_threads: int, isa: str
+) -> None:
+    """A tree of prefixes: b has 2 pieces of a, c 1 piece of a, d 3 pieces of b; beside them e, which shares nothing."""
+    texts = {key: prompt(850, seed=i) for i, key in enumerate("abcde", 10)}
+    for new, old, pieces in (forks := (("b", "a", 2), ("c", "a", 1), ("d", "b", 3))):
+        texts[new][: 256 * pieces] = texts[old][: 256 * pieces]
+    sizes = {"a": 1, "b": 7, "c": 1, "d": 3, "e": 1}
+    layers = {"llama": 3, "llama-one-kv-head": 3, "gemma3": 1}[name]  # without a window
+    found = []
+    for cascade in (False, True):
+        backend = load(name, isa=isa, num_threads=num_threads, cascade=cascade)
+        paged = NativePaged(backend, num_blocks=300)
+        paged.step({key: texts[key][:800] for key in "ae"})
+        for new, old, pieces in forks:
+            paged.fork(old, new, 16 * pieces)
+            paged.step({new: texts[new][256 * pieces : 800]})
+        for i in range(5):
+            begins = {key: 800 + i * size for key, size in sizes.items()}
+            found.append(paged.step({key: texts[key][begins[key] : begins[key] + sizes[key]] for key in sizes}))
+            # Of pieces 0, 1 and 2 there are 4, 3 and 2 readers.
+            assert backend.shared_positions == (layers * 256 * (3 + 2 + 1) if cascade else 0)
+    for apart, together in zip(found[:5], found[5:], strict=True):
+        for key in sizes:
+            assert_same_bits(together[key], apart[key])

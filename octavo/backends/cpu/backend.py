@@ -42,6 +42,8 @@ class CpuBackend(Backend):
         fast_math: take kernels whose results may differ from the other tables' in their last bits, where such are
             faster. The bits contract then holds on this instruction set alone.
 
+        cascade: False reads what several sequences share for each of them anew: the same bits, slower.
+
     Raises:
         ConfigError: something that the native runtime does not have; the message says what to use.
         ModelError: the checkpoint lacks a tensor, or one has another shape than the graph asks for.
@@ -60,6 +62,7 @@ class CpuBackend(Backend):
         on_load: Callable[[float], None] = lambda share: None,
         fuse: bool = True,
         fast_math: bool = False,
+        cascade: bool = True,
     ) -> None:
         if kv_cache_dtype != "bfloat16":
             raise ConfigError(
@@ -81,6 +84,7 @@ class CpuBackend(Backend):
         if fast_math:
             table, self._fast_math = _resolve_fast_math(table)
         self._program = Program(table, threads)
+        self._program.set_cascade(cascade)
         jobs = lower(graph, weights, self._program, fuse=fuse)
         pack(self._program, jobs, on_load)
 
@@ -96,6 +100,11 @@ class CpuBackend(Backend):
     @property
     def kv_bytes_per_token(self) -> int:
         return sum(2 * heads * head_dim * 2 for heads, head_dim in self._kv_shapes.values())
+
+    @property
+    def shared_positions(self) -> int:
+        """Positions whose keys and values the last step read once for several sequences, over all layers."""
+        return self._program.shared_positions
 
     def memory_limit(self) -> int:
         return memory_limit()
