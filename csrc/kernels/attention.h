@@ -155,7 +155,7 @@ inline void weigh(const Attention& a, Tile& tile, int v, Span span, int piece_be
   const float largest = max_lane(top);
   Vec sums = splat(0.0f);
   for (int t = begin; t < span.end; t += kPanel) {
-    const Vec weight = round_to_bf16(exp(load(scores + t) - splat(largest)));
+    const Vec weight = round_to_bf16(exp_of_negative(load(scores + t) - splat(largest)));
     const Vec seen = span.covers(t, t + kPanel) ? weight : inside(span, t, weight, splat(0.0f));
     store(scores + t, seen);
     if constexpr (Products::kWantsBits) store(tile.weight_bits + v * kPiece + t - piece_begin, seen);

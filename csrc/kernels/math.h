@@ -8,6 +8,16 @@
 namespace octavo {
 namespace {
 
+// e^r for |r| <= ln 2 / 2.
+OCTAVO_INLINE Vec exp_reduced(Vec r) {
+  Vec p = splat(1.38131424e-3f);
+  p = p * r + splat(8.36941879e-3f);
+  p = p * r + splat(4.16684560e-2f);
+  p = p * r + splat(1.66665152e-1f);
+  p = p * r + splat(4.99999940e-1f);
+  return ((r * r) * p + r) + splat(1.0f);
+}
+
 // e^x within 1 ulp. 0 below -87.33 (where the result nears the subnormals), infinity above 88.73; NaN stays NaN.
 // x = n ln 2 + r with |r| <= ln 2 / 2; e^r = 1 + r + r^2 P(r); the two parts of ln 2 make n * ln 2 exact.
 OCTAVO_INLINE Vec exp(Vec x) {
@@ -16,12 +26,18 @@ OCTAVO_INLINE Vec exp(Vec x) {
   const Vec n_magic = clamped * splat(1.44269504f) + splat(kMagic);
   const Vec n = n_magic - splat(kMagic);
   const Vec r = (clamped - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
-  Vec p = splat(1.38131424e-3f);
-  p = p * r + splat(8.36941879e-3f);
-  p = p * r + splat(4.16684560e-2f);
-  p = p * r + splat(1.66665152e-1f);
-  p = p * r + splat(4.99999940e-1f);
-  const Vec y = scale(((r * r) * p + r) + splat(1.0f), n_magic);
+  const Vec y = scale(exp_reduced(r), n_magic);
+  return select_less(x, lowest, splat(0.0f), y);
+}
+
+// The same bits for x <= 0 (or NaN), in fewer operations: 2^n stays normal, so that one factor will do.
+OCTAVO_INLINE Vec exp_of_negative(Vec x) {
+  const Vec lowest = splat(-87.33f);
+  const Vec clamped = max(lowest, x);
+  const Vec n_magic = clamped * splat(1.44269504f) + splat(kMagic);
+  const Vec n = n_magic - splat(kMagic);
+  const Vec r = (clamped - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
+  const Vec y = scale_normal(exp_reduced(r), n_magic);
   return select_less(x, lowest, splat(0.0f), y);
 }
 

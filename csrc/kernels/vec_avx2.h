@@ -58,6 +58,15 @@ OCTAVO_INLINE __m256 scale(__m256 x, __m256 n_magic) {
 }
 OCTAVO_INLINE Vec scale(Vec x, Vec n_magic) { return {scale(x.lo, n_magic.lo), scale(x.hi, n_magic.hi)}; }
 
+// x * 2^n where 2^n is a normal float32: the low bits of n_magic are n.
+OCTAVO_INLINE __m256 scale_normal(__m256 x, __m256 n_magic) {
+  const __m256i power = _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(n_magic), 23), _mm256_set1_epi32(127 << 23));
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(power));
+}
+OCTAVO_INLINE Vec scale_normal(Vec x, Vec n_magic) {
+  return {scale_normal(x.lo, n_magic.lo), scale_normal(x.hi, n_magic.hi)};
+}
+
 OCTAVO_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 OCTAVO_INLINE void store(float* p, Vec x) {
   _mm256_storeu_ps(p, x.lo);

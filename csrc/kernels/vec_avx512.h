@@ -54,6 +54,12 @@ OCTAVO_INLINE Vec scale(Vec x, Vec n_magic) {
   return {_mm512_mul_ps(_mm512_mul_ps(x.v, power_of_two(half)), power_of_two(_mm512_sub_epi32(n, half)))};
 }
 
+// x * 2^n where 2^n is a normal float32: the low bits of n_magic are n.
+OCTAVO_INLINE Vec scale_normal(Vec x, Vec n_magic) {
+  const __m512i power = _mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(n_magic.v), 23), _mm512_set1_epi32(127 << 23));
+  return {_mm512_mul_ps(x.v, _mm512_castsi512_ps(power))};
+}
+
 OCTAVO_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 OCTAVO_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 

@@ -71,6 +71,11 @@ OCTAVO_INLINE Vec scale(Vec x, Vec n_magic) {
   return y;
 }
 
+// x * 2^n where 2^n is a normal float32: the low bits of n_magic are n.
+OCTAVO_INLINE Vec scale_normal(Vec x, Vec n_magic) {
+  OCTAVO_QUARTERS(x.v[i] * bits_as<F4>((bits_as<U4>(n_magic.v[i]) << 23) + (127u << 23)));
+}
+
 OCTAVO_INLINE Vec load(const float* p) {
   Vec x;
   std::memcpy(&x, p, sizeof x);
