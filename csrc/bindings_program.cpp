@@ -303,6 +303,15 @@ void bind_program(nb::module_& m) {
       .def("softcap", &Program::softcap, "cap"_a)
       .def("allocate_kv_cache", &Program::allocate_kv_cache, "num_blocks"_a, "block_size"_a,
            nb::call_guard<nb::gil_scoped_release>())
+      .def("copy_blocks",
+           [](Program& p, Array<std::int64_t, 2> pairs) {
+             if (pairs.shape(1) != 2) throw std::invalid_argument("program: copies are pairs of blocks");
+             std::vector<BlockCopy> copies;
+             for (std::size_t i = 0; i < pairs.shape(0); ++i) copies.push_back({pairs(i, 0), pairs(i, 1)});
+             nb::gil_scoped_release released;
+             p.copy_blocks(copies);
+           },
+           "pairs"_a)
       .def("kv_cache", &kv_cache, "cache"_a)
       .def("set_cascade", &Program::set_cascade, "on"_a)
       .def_prop_ro("shared_positions", &Program::shared_positions)

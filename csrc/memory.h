@@ -4,8 +4,10 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <new>
 #include <utility>
+#include <vector>
 
 namespace octavo {
 
@@ -40,6 +42,28 @@ class Memory {
  private:
   void* data_ = nullptr;
   std::size_t bytes_ = 0;
+};
+
+// Memory in large chunks, so that what is too small for a large page of its own gets one with its neighbours. Freed as a whole.
+class Arena {
+ public:
+  // 64-byte aligned. Raises std::bad_alloc.
+  void* take(std::size_t bytes) {
+    const std::size_t size = (bytes + 63) / 64 * 64;
+    if (chunks_.empty() || size > chunks_.back().bytes() - used_) {
+      chunks_.emplace_back((size > kChunkBytes ? size : kChunkBytes) + kLargePage, true);
+      const auto begin = reinterpret_cast<std::uintptr_t>(chunks_.back().as<char>());
+      used_ = (kLargePage - begin % kLargePage) % kLargePage;
+    }
+    void* taken = chunks_.back().as<char>() + used_;
+    used_ += size;
+    return taken;
+  }
+
+ private:
+  static constexpr std::size_t kLargePage = 2 << 20, kChunkBytes = 64 << 20;  // pages that nobody writes are never committed
+  std::vector<Memory> chunks_;
+  std::size_t used_ = 0;  // of the last chunk
 };
 
 }  // namespace octavo

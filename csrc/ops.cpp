@@ -10,6 +10,7 @@ namespace octavo {
 
 namespace {
 
+constexpr std::int64_t kFewRows = 16;            // a product of so few waits for memory
 constexpr std::int64_t kCacheBytes = 256 << 10;  // of weights, and of rows, that a unit of a product keeps in a core's cache
 
 float widen(bf16 x) {
@@ -18,11 +19,6 @@ float widen(bf16 x) {
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
-
-struct Tile {
-  std::int64_t rows;
-  int panels;
-};
 
 // Small enough for the cache and to keep all threads busy to the end; panels in pairs, as gate and up stand.
 Tile tile_of(const PackedWeight& w, std::int64_t rows, int num_threads) {
@@ -34,15 +30,24 @@ Tile tile_of(const PackedWeight& w, std::int64_t rows, int num_threads) {
   return {std::max<std::int64_t>(1, std::min(fit_rows, rows)), std::max(2, panels)};
 }
 
-// Neighbouring units share a panel tile, which then comes from a cache.
+// Calls run(row_begin, row_end, panel_begin, panel_end) for this thread's part of a product. Few rows wait for memory, so that
+// all that matters is to stream; many are cut into tiles, and neighbouring units share a panel tile, which then comes from a
+// cache.
 template <class Run>
-void for_tiles(Units& units, std::int64_t rows, int panels, std::int64_t row_tile, int panel_tile, Run run) {
-  const std::int64_t row_tiles = (rows + row_tile - 1) / row_tile;
-  const std::int64_t count = row_tiles * ((panels + panel_tile - 1) / panel_tile);
+void for_tiles(Units& units, int num_threads, std::int64_t rows, int panels, Tile tile, Run run) {
+  if (rows <= kFewRows) {
+    const std::int64_t pairs = (panels + 1) / 2;
+    for (auto part = units.take_run(pairs, num_threads); part.begin < part.end; part = units.take_run(pairs, num_threads)) {
+      run(0, rows, static_cast<int>(2 * part.begin), std::min(panels, static_cast<int>(2 * part.end)));
+    }
+    return;
+  }
+  const std::int64_t row_tiles = (rows + tile.rows - 1) / tile.rows;
+  const std::int64_t count = row_tiles * ((panels + tile.panels - 1) / tile.panels);
   for (std::int64_t unit = units.take(); unit < count; unit = units.take()) {
-    const std::int64_t row = unit % row_tiles * row_tile;
-    const int panel = static_cast<int>(unit / row_tiles) * panel_tile;
-    run(row, std::min(rows, row + row_tile), panel, std::min(panels, panel + panel_tile));
+    const std::int64_t row = unit % row_tiles * tile.rows;
+    const int panel = static_cast<int>(unit / row_tiles) * tile.panels;
+    run(row, std::min(rows, row + tile.rows), panel, std::min(panels, panel + tile.panels));
   }
 }
 
@@ -139,12 +144,10 @@ void StoreOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t 
 
 void MatmulOp::prepare(const Runtime& runtime, int num_threads) {
   units_.reset();
-  const Tile tile = tile_of(runtime.weights[weight_].packed, runtime.rows(x_), num_threads);
-  row_tile_ = tile.rows;
-  panel_tile_ = tile.panels;
+  tile_ = tile_of(runtime.weights[weight_].packed, runtime.rows(x_), num_threads);
 }
 
-void MatmulOp::run(const Runtime& runtime, Share) {
+void MatmulOp::run(const Runtime& runtime, Share share) {
   Matmul op;
   op.x = runtime.at(x_);
   op.w = runtime.weights[weight_].packed;
@@ -157,7 +160,7 @@ void MatmulOp::run(const Runtime& runtime, Share) {
     op.out = runtime.at(out_);
   }
   op.out_width = width_;
-  for_tiles(units_, runtime.rows(x_), op.w.panels(), row_tile_, panel_tile_,
+  for_tiles(units_, share.num_threads, runtime.rows(x_), op.w.panels(), tile_,
             [&](std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {
               runtime.kernels.matmul(op, row_begin, row_end, panel_begin, panel_end);
             });
@@ -166,12 +169,10 @@ void MatmulOp::run(const Runtime& runtime, Share) {
 void LogitsOp::prepare(const Runtime& runtime, int num_threads) {
   units_.reset();
   const std::int64_t rows = runtime.logits_end - runtime.logits_begin;
-  const Tile tile = tile_of(runtime.weights[weight_].packed, rows, num_threads);
-  row_tile_ = tile.rows;
-  panel_tile_ = tile.panels;
+  tile_ = tile_of(runtime.weights[weight_].packed, rows, num_threads);
 }
 
-void LogitsOp::run(const Runtime& runtime, Share) {
+void LogitsOp::run(const Runtime& runtime, Share share) {
   Matmul op;
   op.x = runtime.at(x_);
   op.x.data = op.x.row(runtime.logits_begin);
@@ -179,7 +180,7 @@ void LogitsOp::run(const Runtime& runtime, Share) {
   op.epilogue = Epilogue::kFloat;
   op.out_float = {runtime.logits, op.w.n};
   op.out_width = op.w.n;
-  for_tiles(units_, runtime.logits_end - runtime.logits_begin, op.w.panels(), row_tile_, panel_tile_,
+  for_tiles(units_, share.num_threads, runtime.logits_end - runtime.logits_begin, op.w.panels(), tile_,
             [&](std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {
               runtime.kernels.matmul(op, row_begin, row_end, panel_begin, panel_end);
             });

@@ -1,6 +1,7 @@
 // The ops of a program. Every thread runs each of them, and does its share.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 
@@ -19,8 +20,28 @@ class Units {
   void reset() { next_.store(0, std::memory_order_relaxed); }
   std::int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
+  // Runs of units instead, long ones first and short ones at the end (guided self-scheduling, Polychronopoulos and Kuck,
+  // 1987): few jumps for what streams from memory, and yet all threads finish together. Empty when nothing is left.
+  struct Run {
+    std::int64_t begin, end;
+  };
+  Run take_run(std::int64_t count, int num_threads) {
+    std::int64_t begin = next_.load(std::memory_order_relaxed), end;
+    do {
+      if (begin >= count) return {count, count};
+      end = begin + std::max<std::int64_t>(1, (count - begin) / (2 * num_threads));
+    } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
+    return {begin, end};
+  }
+
  private:
   alignas(64) std::atomic<std::int64_t> next_ = 0;
+};
+
+// What one unit of a product covers.
+struct Tile {
+  std::int64_t rows = 1;
+  int panels = 2;
 };
 
 class Op {
@@ -187,8 +208,7 @@ class MatmulOp final : public Op {
   int width_;
   View out_;
   Units units_;
-  std::int64_t row_tile_ = 1;
-  int panel_tile_ = 2;
+  Tile tile_;
 };
 
 // float32 logits of the slice [logits_begin, logits_end) of S.
@@ -206,8 +226,7 @@ class LogitsOp final : public Op {
   View x_;
   int weight_;
   Units units_;
-  std::int64_t row_tile_ = 1;
-  int panel_tile_ = 2;
+  Tile tile_;
 };
 
 class SoftcapOp final : public Op {

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 
 #include "float_mode.h"
@@ -11,8 +12,12 @@ namespace octavo {
 
 namespace {
 
-constexpr int kSpins = 1000;      // some 25 microseconds: about as much as the shares of an op of a decode step are uneven by
-constexpr int kFewestSpins = 50;  // enough to notice that spinning would pay again
+// A spin takes some 25 nanoseconds.
+constexpr int kBarrierSpins = 1000;  // about as much as the shares of an op of a decode step are uneven by
+constexpr int kRunSpins = 16000;     // as long as the caller takes between two steps
+constexpr int kFewestSpins = 50;
+constexpr int kConvincing = 64;  // short sleeps after which to spin again
+constexpr std::chrono::nanoseconds kSpin{25}, kWakeUp{75'000};  // what a sleep costs beyond the wait itself, at most
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -25,16 +30,20 @@ inline void pause() {
 }  // namespace
 
 void Waiter::wait(const std::atomic<std::uint32_t>& word, std::uint32_t old) {
-  const int spins = std::max(spins_.load(std::memory_order_relaxed), kFewestSpins);
+  const int spins = spins_.load(std::memory_order_relaxed);
   for (int i = 0; i < spins; ++i) {
-    if (word.load(std::memory_order_acquire) != old) {
-      if (i > spins / 4 && spins < most_spins_) spins_.store(2 * spins, std::memory_order_relaxed);
-      return;
-    }
+    if (word.load(std::memory_order_acquire) != old) return;
     pause();
   }
-  spins_.store(spins / 2, std::memory_order_relaxed);
+  const auto start = std::chrono::steady_clock::now();
   word.wait(old, std::memory_order_acquire);
+  const auto slept = std::chrono::steady_clock::now() - start;
+  if (slept > most_spins_ * kSpin + kWakeUp) {
+    short_sleeps_.store(0, std::memory_order_relaxed);
+    spins_.store(kFewestSpins, std::memory_order_relaxed);
+  } else if (short_sleeps_.fetch_add(1, std::memory_order_relaxed) + 1 == kConvincing) {
+    spins_.store(most_spins_, std::memory_order_relaxed);
+  }
 }
 
 void Barrier::wait(const std::function<void()>& last) {
@@ -49,7 +58,7 @@ void Barrier::wait(const std::function<void()>& last) {
   round_.notify_all();
 }
 
-Pool::Pool(int num_threads) : process_(getpid()), sleep_(kSpins), barrier_(num_threads, kSpins) {
+Pool::Pool(int num_threads) : process_(getpid()), sleep_(kRunSpins), barrier_(num_threads, kBarrierSpins) {
   if (num_threads < 1) throw std::invalid_argument("a pool needs at least one thread");
   try {
     for (int thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });

@@ -19,16 +19,19 @@
 
 namespace octavo {
 
-// Waits until a word changes: spins a little, then sleeps in the kernel.
+// Waits until a word changes: spins a little, then sleeps in the kernel. After a long sleep it hardly spins any more, until many
+// short ones in a row say that it would pay: where others want the cores, a thread that spins uses up the time that the
+// system gives it, and then waits for milliseconds in the middle of an op.
 class Waiter {
  public:
-  explicit Waiter(int most_spins) : most_spins_(most_spins) {}
+  explicit Waiter(int most_spins) : most_spins_(most_spins), spins_(most_spins) {}
   // Returns once `word` differs from `old`; what was written before the change is then visible.
   void wait(const std::atomic<std::uint32_t>& word, std::uint32_t old);
 
  private:
   const int most_spins_;
-  std::atomic<int> spins_ = 0;  // grows while spinning is enough, shrinks while it is not
+  std::atomic<int> spins_;
+  std::atomic<int> short_sleeps_ = 0;  // in a row
 };
 
 // All of `num_threads` threads wait for each other, again and again.

@@ -24,7 +24,7 @@ double bytes(const Runtime& runtime, View view, int width) {
 Work product(const Weight& weight, std::int64_t rows, double columns) {
   Work work;
   work.flops = 2.0 * static_cast<double>(rows) * columns * weight.packed.k;
-  if (rows > 0) work.weight_bytes = static_cast<double>(weight.memory.bytes());
+  if (rows > 0) work.weight_bytes = static_cast<double>(weight.bytes());
   work.other_bytes = static_cast<double>(rows) * weight.packed.k * kBf16;
   return work;
 }

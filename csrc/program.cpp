@@ -37,11 +37,11 @@ int Program::add_buffer(int width, bool selected, bool stream) {
 
 int Program::add_weight(int n, int k) {
   require(n > 0 && k > 0, "a weight needs rows and columns");
-  PackedWeight packed{nullptr, n, k};
-  const std::size_t elements = static_cast<std::size_t>(packed.panels()) * packed.padded_k() * kPanel;
-  Memory memory(elements * sizeof(bf16), true);
-  packed.data = memory.as<bf16>();
-  runtime_.weights.push_back({std::move(memory), packed});
+  const PackedWeight packed{nullptr, n, k};
+  Weight weight{nullptr, packed};
+  weight.data = static_cast<bf16*>(runtime_.weight_memory.take(static_cast<std::size_t>(weight.bytes())));
+  weight.packed.data = weight.data;
+  runtime_.weights.push_back(weight);
   return static_cast<int>(runtime_.weights.size()) - 1;
 }
 
@@ -54,7 +54,7 @@ bf16* Program::panels_of(int weight, int first_panel, int panel_step, int first,
   const std::int64_t place = first_panel + static_cast<std::int64_t>(first) / kPanel * panel_step;
   require(place + static_cast<std::int64_t>((count - 1) / kPanel) * panel_step < target.packed.panels(),
           "rows past the last panel of a weight");
-  return target.memory.as<bf16>() + place * target.packed.padded_k() * kPanel;
+  return target.data + place * target.packed.padded_k() * kPanel;
 }
 
 void Program::pack(int weight, int first_panel, int panel_step, const float* rows, int first, int count) {
@@ -211,9 +211,31 @@ std::int64_t Program::shared_positions() const {
   return total;
 }
 
+void Program::copy_blocks(std::span<const BlockCopy> copies) {
+  require(num_blocks_ > 0, "allocate_kv_cache comes before copy_blocks");
+  for (const BlockCopy& copy : copies) {
+    require(copy.source >= 0 && copy.source < num_blocks_ && copy.destination >= 0 && copy.destination < num_blocks_,
+            "block outside the KV cache");
+  }
+  pool_.require_own_process();
+  const std::lock_guard lock(mutex_);
+  Units units;  // the keys or the values of one layer: there, copies are done in order
+  const auto count = static_cast<std::int64_t>(2 * runtime_.caches.size());
+  pool_.run([&](int) {
+    for (std::int64_t i = units.take(); i < count; i = units.take()) {
+      const Cache& cache = runtime_.caches[i / 2];
+      char* data = (i % 2 == 0 ? cache.keys : cache.values)->as<char>();
+      const std::size_t bytes = sizeof(bf16) * runtime_.block_size * cache.kv_heads * cache.head_dim;
+      for (const BlockCopy& copy : copies) {
+        if (copy.source != copy.destination) std::memcpy(data + copy.destination * bytes, data + copy.source * bytes, bytes);
+      }
+    }
+  });
+}
+
 std::int64_t Program::weight_bytes() const {
   std::int64_t total = 0;
-  for (const Weight& weight : runtime_.weights) total += static_cast<std::int64_t>(weight.memory.bytes());
+  for (const Weight& weight : runtime_.weights) total += weight.bytes();
   for (const auto& values : runtime_.vectors) total += static_cast<std::int64_t>(values.size() * sizeof(float));
   return total;
 }

@@ -33,6 +33,10 @@ struct LogitsUse {
   float* copies = nullptr;                   // [copy_rows, vocabulary]
 };
 
+struct BlockCopy {
+  std::int64_t source, destination;
+};
+
 class Program {
  public:
   Program(const Kernels& kernels, int num_threads);
@@ -65,6 +69,9 @@ class Program {
 
   // Zeroed lazily by the system; a cache that was there is dropped. block_size: a multiple of 16.
   void allocate_kv_cache(std::int64_t num_blocks, int block_size);
+
+  // Copies whole blocks of all layers, one after the other. Raises as `step` does.
+  void copy_blocks(std::span<const BlockCopy> copies);
 
   // Runs one step; steps of two threads run one after the other. Raises std::invalid_argument, before anything is
   // written, for ids, slots, blocks or rows that are out of range: a step never leaves its memory. Raises

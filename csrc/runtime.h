@@ -44,8 +44,11 @@ struct View {
 };
 
 struct Weight {
-  Memory memory;
+  bf16* data;  // in the runtime's arena
   PackedWeight packed;
+  std::int64_t bytes() const {
+    return std::int64_t{packed.panels()} * packed.padded_k() * kPanel * static_cast<std::int64_t>(sizeof(bf16));
+  }
 };
 
 // cos and sin of a step's positions, made once a step for all layers that turn alike.
@@ -65,6 +68,7 @@ struct Runtime {
 
   const Kernels& kernels;
   std::vector<Buffer> buffers;
+  Arena weight_memory;
   std::vector<Weight> weights;
   std::vector<std::vector<float>> vectors;  // norm weights and biases
   std::vector<RotationTable> rotations;
