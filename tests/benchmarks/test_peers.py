@@ -231,4 +231,4 @@ def test_every_peer_has_its_script_and_its_requirements() -> None:
     roster = load("roster")
     for name in roster.ROSTER:
         assert (PEERS / f"{name}_peer.py").exists()
-        assert name == roster.OURS or (PEERS / f"requirements-{name}.txt").exists()
+        assert roster.ROSTER[name].ours or (PEERS / f"requirements-{name}.txt").exists()
