@@ -35,28 +35,22 @@ class Peer:
     def python(self, setup: Setup) -> str:
         return sys.executable if self.ours else str((setup.envs / self.name / "bin" / "python").absolute())
 
+    @property
+    def script(self) -> Path:
+        return HERE / f"{OURS if self.ours else self.name}_peer.py"
+
     def command(self, setup: Setup) -> list[str]:
         """The process that stays loaded; speaks the protocol of `child.py`."""
-        script = str(HERE / f"{OURS if self.ours else self.name}_peer.py")
         options = ["--model", str(setup.models / self.model), "--threads", str(setup.threads), *self.flags]
-        return [self.python(setup), script, *options]
+        return [self.python(setup), str(self.script), *options]
 
     def cold_command(self, setup: Setup, prompt: str) -> list[str]:
         """A process that prints the first token after a prompt and ends."""
         if not self.ours:
             return [*self.command(setup), "--cold"]
-        options = [
-            "--max-tokens",
-            "1",
-            "--temperature",
-            "0",
-            "--quiet",
-            "--num-threads",
-            str(setup.threads),
-            *self.flags,
-        ]
+        options = ["--max-tokens", "1", "--temperature", "0", "--quiet", "--num-threads", str(setup.threads)]
         model = str(setup.models / self.model)
-        return [sys.executable, "-m", "octavo", "generate", "--model", model, *options, prompt]
+        return [sys.executable, "-m", "octavo", "generate", "--model", model, *options, *self.flags, prompt]
 
     def environment(self, setup: Setup) -> dict[str, str]:
         """Of its processes: ours, without the network, and what the peer's own manual advises."""
