@@ -76,7 +76,7 @@ def measure(name: str, block_size: int, requests: list[tuple[list[int], int]], a
             outputs = engine.step()
             stats = engine.stats()
             run.used.append(int(stats["num_held_tokens"]))
-            run.reserved.append(int(stats["num_blocks"] - stats["num_free_blocks"]) * block_size)
+            run.reserved.append(int(stats["num_used_blocks"]) * block_size)
             run.running.append(int(stats["num_running"]))
             run.waiting.append(int(stats["num_waiting"]))
             run.output_tokens += len(outputs)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
-    from octavo.engine import LLMEngine, TokensPrompt
+    from octavo.engine import LLMEngine, TextPrompt, TokensPrompt
     from octavo.errors import ConfigError, ModelError, OctavoError, RequestError
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "octavo.llm",
     "LLMEngine": "octavo.engine",
+    "TextPrompt": "octavo.engine",
     "TokensPrompt": "octavo.engine",
     "EngineConfig": "octavo.config",
     "SamplingParams": "octavo.sampling_params",
@@ -47,6 +48,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
     "TokensPrompt",
 ]
 

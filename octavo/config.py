@@ -111,7 +111,7 @@ class EngineConfig:
     max_num_seqs: int = field(default=256, metadata={"help": "most sequences that run at once"})
     max_num_batched_tokens: int = field(default=2048, metadata={"help": "token budget of one step"})
     enable_prefix_caching: bool = field(
-        default=True, metadata={"help": "reuse the KV blocks of equal prefixes (accepted; without effect as yet)"}
+        default=True, metadata={"help": "reuse the KV blocks of equal prefixes, also of requests that are finished"}
     )
     scheduling_policy: Policy = field(default="fcfs", metadata={"help": "order of requests"})
     preemption_mode: Literal["auto", "recompute"] = field(

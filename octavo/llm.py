@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from octavo.config import EngineConfig, engine_config
-from octavo.engine import LLMEngine, Prompt
+from octavo.core import KVSnapshot
+from octavo.engine import LLMEngine, Prompt, prompt_text
 from octavo.errors import RequestError
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -52,7 +53,8 @@ class LLM:
         """Continues each prompt; the outputs are in the order of the prompts.
 
         Args:
-            prompts: text or `{"prompt_token_ids": [...]}`, one or several.
+            prompts: text or `{"prompt_token_ids": [...]}`, one or several. `{"prompt": text, "cache_salt": "..."}`, and
+                likewise for token ids, shares what is computed only with requests of the same salt.
             sampling_params: one for all prompts, or one a prompt.
             priority: one number a prompt; matters under `scheduling_policy="priority"`, where smaller goes first.
             progress: show a progress bar on stderr; None shows one on a terminal.
@@ -75,7 +77,7 @@ class LLM:
         self._num_requests += len(batch)
         try:
             for request_id, prompt, request in zip(ids, batch, requests, strict=True):
-                self.engine.add_processed(request_id, prompt if isinstance(prompt, str) else None, request)
+                self.engine.add_processed(request_id, prompt_text(prompt), request)
             outputs = run_until_idle(self.engine, len(batch), progress=progress)
         except BaseException:
             for request_id in ids:
@@ -140,6 +142,10 @@ class LLM:
     def stats(self) -> dict[str, float]:
         """Gauges and counters since the engine was made."""
         return self.engine.stats()
+
+    def kv_snapshot(self) -> KVSnapshot:
+        """Which KV blocks are free, cached and used, and by which requests, at this moment."""
+        return self.engine.kv_snapshot()
 
     def close(self) -> None:
         """Gives the model's memory back; the object is of no further use."""

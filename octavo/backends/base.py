@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,7 @@ class Batch:
         block_tables   [[7 2]                 position p lives in block block_tables[r, p // 4], slot p % 4
                         [5 9]]
         slot_mapping   [  9 | 36 37 38 ]      block * block_size + slot: where this step stores K and V of each token
-        logit_rows     [  0 ]                 rows of T whose logits are needed, ascending
+        logit_rows     [  0 ]                 rows of T whose logits are needed, ascending; one may come several times
     """
 
     token_ids: Int32  # [T]
@@ -68,8 +69,15 @@ class Backend(ABC):
         """Make room for `num_blocks` blocks; on a CPU the pages are committed only when they are first written."""
 
     @abstractmethod
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, of all layers, before the next step: (source, destination) pairs, one after the other."""
+
+    @abstractmethod
     def execute(self, batch: Batch, rows: SamplingRows) -> Sampled:
         """Run one step: store K and V of every token, then sample from the logits of `batch.logit_rows`.
+
+        In each layer all K and V of the step are stored before any are read: sequences may share blocks that the step
+        fills.
 
         `rows` and the result have one entry per logit row, in the order of `batch.logit_rows`.
         """

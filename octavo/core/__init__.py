@@ -6,14 +6,18 @@ from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.core.policy import Policy, make_policy
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Sequence, Status
+from octavo.core.stats import KVSnapshot, SchedulerStats, SequenceBlocks
 
 __all__ = [
     "BlockManager",
     "BlockPool",
+    "KVSnapshot",
     "NewSequence",
     "Policy",
     "Scheduler",
+    "SchedulerStats",
     "Sequence",
+    "SequenceBlocks",
     "Status",
     "StepPlan",
     "StepResult",

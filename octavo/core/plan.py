@@ -25,14 +25,28 @@ class NewSequence:
 class StepPlan:
     """Who computes how many tokens in this step. `seq_ids`, `starts` and `num_tokens` are parallel.
 
-    A sequence whose `start + num_tokens` reaches its last known token samples the next one; workers keep the tokens
-    and block tables that they were told of, so only differences are sent.
+    A sequence whose `start + num_tokens` reaches its last known token samples the next one. One with no token to
+    compute samples from the logits of the sequence before it, from which it was forked in this very step: n choices of
+    one prompt::
+
+        seq_ids      [   7     8     9 ]
+        starts       [   0  1000  1000 ]
+        num_tokens   [1000     0     0 ]     one prompt is computed, three tokens are sampled
+
+    Workers keep the tokens and block tables that they were told of, so only differences are sent. Differences count as
+    told even when the step fails. What they mean, in this order: forget `finished`, void the tables of `preempted`, get
+    to know `new`, do the `copies`, append the `new_blocks`. A sequence may read blocks that others write in the same
+    step: in each layer all keys and values of the step are stored before any are read.
     """
 
     new: list[NewSequence] = field(default_factory=list)
     seq_ids: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # position of the first token to compute
     num_tokens: list[int] = field(default_factory=list)
+    # By seq_id, (source, destination): the block that its first token of this step goes into is shared, and its copy
+    # takes the place (in the table of a sequence that begins in this step it has already). Copies are done in order,
+    # since a source may be the destination of a later one, and before the step writes anything.
+    copies: dict[int, tuple[int, int]] = field(default_factory=dict)
     new_blocks: dict[int, list[int]] = field(default_factory=dict)  # to append to the block table, by seq_id
     preempted: list[int] = field(default_factory=list)  # seq_ids whose block tables are void
     finished: list[int] = field(default_factory=list)  # seq_ids to forget

@@ -22,25 +22,31 @@ class Sequence:
     ::
 
         tokens        [ p p p p p p o o ]     p: prompt, o: sampled
-        num_computed        ^ 3               K and V of the first three are in the cache
+        num_computed        ^ 3               K and V of the first three are in the cache once the planned step has run
+        room                  ^ 4             up to here they can be stored without asking for a block
     """
 
     __slots__ = (
         "arrival_time",
         "bans",
+        "block_keys",
         "block_table",
+        "cache_salt",
         "choice",
         "finish_reason",
         "finish_time",
         "first_scheduled_time",
         "first_token_time",
+        "group",
         "key",
         "max_length",
+        "num_cached_tokens",
         "num_computed",
         "num_preemptions",
         "params",
         "priority",
         "prompt_length",
+        "room",
         "seed",
         "seq_id",
         "status",
@@ -62,8 +68,16 @@ class Sequence:
         priority: int = 0,
         arrival_time: float = 0.0,
         prompt_length: int | None = None,
+        cache_salt: str | None = None,
+        group: int | None = None,
     ) -> None:
-        """`max_length` counts prompt and sampled tokens; `tokens` may go past the prompt (a replayed request)."""
+        """
+        Args:
+            max_length: of prompt and sampled tokens together.
+            prompt_length: `tokens` may go past the prompt (a replayed request); None: they do not.
+            cache_salt: only sequences of the same salt share what is computed.
+            group: sequences of one group were added one after the other with the same prompt, salt and priority.
+        """
         self.seq_id = seq_id
         self.tokens = tokens
         self.prompt_length = len(tokens) if prompt_length is None else prompt_length
@@ -78,12 +92,22 @@ class Sequence:
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
-        self.key: tuple[int, int] = (priority, seq_id)  # place in the order; the scheduler's policy sets it
+        self.key: tuple[int, ...] = (priority, seq_id)  # place in the order; the scheduler's policy sets it
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
+        self.cache_salt = cache_salt
+        self.group = group
         self.num_computed = 0
+        self.room = 0
+        self.num_cached_tokens = 0  # of the prompt, found in the cache when it first ran
         self.num_preemptions = 0
         self.block_table: list[int] = []
+        self.block_keys: list[bytes] = []  # of its first full blocks, as far as they were asked for
+
+    @property
+    def needs_all_logits(self) -> bool:
+        """Whether logprobs of prompt tokens are still to be reported, so that every one of them must be computed."""
+        return self.params.prompt_logprobs is not None and self.first_token_time is None
 
     def __repr__(self) -> str:
         return (

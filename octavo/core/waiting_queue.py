@@ -14,7 +14,7 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Sequence]] = []
+        self._heap: list[tuple[tuple[int, ...], Sequence]] = []
         self._stale = 0  # entries of the heap that have been discarded
 
     def __len__(self) -> int:

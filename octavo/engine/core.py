@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 
 from octavo.config import EngineConfig
-from octavo.core import BlockManager, Scheduler, Sequence, make_policy
-from octavo.core.scheduler import SchedulerStats
+from octavo.core import BlockManager, KVSnapshot, Scheduler, SchedulerStats, Sequence, make_policy
 from octavo.engine.messages import SequenceOutput, SequenceRequest
 from octavo.executor import Executor
 from octavo.metrics import log_event
@@ -19,7 +18,9 @@ class EngineCore:
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self.executor = executor
         self.scheduler = Scheduler(
-            BlockManager(executor.boot_report.memory.num_blocks, config.block_size),
+            BlockManager(
+                executor.boot_report.memory.num_blocks, config.block_size, caching=config.enable_prefix_caching
+            ),
             make_policy(config.scheduling_policy),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -43,15 +44,24 @@ class EngineCore:
                 choice=request.choice,
                 priority=request.priority,
                 arrival_time=request.arrival_time,
+                cache_salt=request.cache_salt,
+                group=request.seq_id - request.choice,
             )
         )
 
     def step(self) -> list[SequenceOutput]:
-        """One step for all that can run; empty when nothing is left."""
+        """One step for all that can run; empty when nothing is left.
+
+        When the executor raises, no sequence is lost: the next step does what this one should have done.
+        """
         plan = self.scheduler.schedule()
         if not plan:
             return []
-        result = self.executor.execute(plan)
+        try:
+            result = self.executor.execute(plan)
+        except BaseException:
+            self.scheduler.fail(plan)
+            raise
         finished = {sequence.seq_id: sequence for sequence in self.scheduler.update(plan, result)}
         outputs = []
         for seq_id, token in zip(plan.seq_ids, result.token_ids, strict=True):
@@ -81,6 +91,9 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
+    def kv_snapshot(self) -> KVSnapshot:
+        return self.scheduler.kv_snapshot()
+
     def close(self) -> None:
         self.executor.close()
 
@@ -101,5 +114,6 @@ def _metrics(sequence: Sequence) -> RequestMetrics:
         queue_time=scheduled - sequence.arrival_time,
         prefill_time=first_token - scheduled,
         decode_time=end - first_token,
+        num_cached_tokens=sequence.num_cached_tokens,
         num_preemptions=sequence.num_preemptions,
     )

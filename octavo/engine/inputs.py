@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from octavo.config import ModelConfig
 from octavo.engine.messages import Request, SequenceRequest
@@ -14,14 +14,30 @@ from octavo.sampling import request_seed
 from octavo.sampling_params import Bans, SamplingParams
 from octavo.tokenizer import Tokenizer
 
+MAX_SALT_LENGTH = 1024  # characters
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text; only requests of the same `cache_salt` share what is computed."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
 
 class TokensPrompt(TypedDict):
-    """A prompt that is tokenised already."""
+    """A prompt that is tokenised already; `cache_salt` as above."""
 
     prompt_token_ids: list[int]
+    cache_salt: NotRequired[str]
 
 
-Prompt = str | TokensPrompt
+Prompt = str | TextPrompt | TokensPrompt
+
+
+def prompt_text(prompt: Prompt) -> str | None:
+    """The text of a prompt that was given as text."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
 
 
 class InputProcessor:
@@ -40,14 +56,15 @@ class InputProcessor:
     def process(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Request:
         """
         Raises:
-            RequestError: the prompt is empty, of the wrong type, names ids that the model lacks, or leaves no room in
-                the context for one token; or a parameter names such an id, or parameters leave no token to sample.
+            RequestError: the prompt or its salt is empty or of the wrong type; the prompt names ids that the model
+                lacks, or leaves no room in the context for one token; a parameter names such an id, or parameters leave
+                no token to sample.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={params!r}: expected SamplingParams")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority={priority!r}: expected a whole number")
-        tokens = self._tokens(prompt)
+        tokens, salt = self._tokens(prompt), _cache_salt(prompt)
         if params.prompt_logprobs is not None:
             _check_ids("prompt_token_ids with prompt_logprobs", tokens, self.vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, self.model.vocab_size)
@@ -65,6 +82,7 @@ class InputProcessor:
             priority=priority,
             arrival_time=time.monotonic(),
             bans=bans,
+            cache_salt=salt,
         )
         self._num_requests += 1
         self._num_sequences += params.num_choices
@@ -109,12 +127,14 @@ class InputProcessor:
         return [form for form in forms if max(form) < self.vocab_size]
 
     def _tokens(self, prompt: object) -> list[int]:
-        if isinstance(prompt, str):
-            tokens = self.tokenizer.encode(prompt)
+        given = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        names = set(given) - {"cache_salt"} if isinstance(given, Mapping) else set()
+        if isinstance(given, Mapping) and names == {"prompt"} and isinstance(given["prompt"], str):
+            tokens = self.tokenizer.encode(given["prompt"])
             if self.tokenizer.vocab_size > self.model.vocab_size:
                 _check_ids("the prompt's tokens", tokens, self.model.vocab_size)
-        elif isinstance(prompt, Mapping) and set(prompt) == {"prompt_token_ids"}:
-            ids = prompt["prompt_token_ids"]
+        elif isinstance(given, Mapping) and names == {"prompt_token_ids"}:
+            ids = given["prompt_token_ids"]
             if hasattr(ids, "tolist"):  # of an array: plain numbers
                 ids = ids.tolist()
             if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
@@ -124,13 +144,25 @@ class InputProcessor:
         else:
             shown = repr(prompt)
             raise RequestError(
-                f"prompt {shown[:80]}{'...' if len(shown) > 80 else ''}: expected text or {{'prompt_token_ids': [...]}}"
+                f"prompt {shown[:80]}{'...' if len(shown) > 80 else ''}: expected text, {{'prompt': text}} or "
+                "{'prompt_token_ids': [...]}, the latter two perhaps with a 'cache_salt'"
             )
         if not tokens:
             raise RequestError(
                 "the prompt is empty and the tokeniser adds no token of its own: give at least one token"
             )
         return tokens
+
+
+def _cache_salt(prompt: object) -> str | None:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT_LENGTH):
+        shown = repr(salt)
+        raise RequestError(
+            f"cache_salt={shown[:60]}{'...' if len(shown) > 60 else ''}: expected text of 1 to {MAX_SALT_LENGTH} "
+            "characters, or None"
+        )
+    return salt
 
 
 def _ranked(params: SamplingParams) -> SamplingParams:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.config import EngineConfig, engine_config
+from octavo.core import KVSnapshot
 from octavo.engine.core import EngineCore
-from octavo.engine.inputs import InputProcessor, Prompt
+from octavo.engine.inputs import InputProcessor, Prompt, prompt_text
 from octavo.engine.interrupts import deferred_interrupt
 from octavo.engine.messages import Request
 from octavo.engine.outputs import OutputProcessor
@@ -75,9 +76,7 @@ class LLMEngine:
         Raises:
             RequestError: the request is refused, or its id is that of an unfinished one; nothing else is touched.
         """
-        self.add_processed(
-            request_id, prompt if isinstance(prompt, str) else None, self.process_prompt(prompt, params, priority)
-        )
+        self.add_processed(request_id, prompt_text(prompt), self.process_prompt(prompt, params, priority))
 
     def add_processed(self, request_id: str, prompt: str | None, request: Request) -> None:
         """Queues what `process_prompt` returned."""
@@ -119,6 +118,14 @@ class LLMEngine:
     def stats(self) -> dict[str, float]:
         """Gauges and counters since the engine was made."""
         return {**self._core.stats()._asdict(), "num_generated_tokens": self._outputs.num_generated_tokens}
+
+    def kv_snapshot(self) -> KVSnapshot:
+        """Which KV blocks are free, cached and used, and by which requests, at this moment."""
+        snapshot = self._core.kv_snapshot()
+        owner = {seq_id: (name, choice) for name, ids in self._seq_ids.items() for choice, seq_id in enumerate(ids)}
+        for sequence in snapshot.sequences:
+            sequence.request_id, sequence.choice = owner[sequence.seq_id]
+        return snapshot
 
     def profiler(self) -> Profiler:
         """Times what the steps to come spend in the model's ops.

@@ -20,8 +20,9 @@ class SequenceRequest:
     stop_token_ids: frozenset[int]  # end-of-sequence tokens included, unless they are ignored
     priority: int
     arrival_time: float  # seconds, time.monotonic()
-    choice: int = 0
+    choice: int = 0  # the sequences of a request follow each other, with seq_ids that do
     bans: Bans = NO_BANS
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class Executor(ABC):
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step to its end."""
+        """Runs one step to its end. When it raises, the differences that the plan tells count as told all the same."""
 
     @abstractmethod
     def profiler(self) -> Profiler:

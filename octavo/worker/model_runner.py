@@ -40,10 +40,13 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         slots = self.slots.apply(plan)
+        if plan.copies:
+            self.backend.copy_blocks(list(plan.copies.values()))
         starts = np.array(plan.starts, np.int64)
         counts = np.array(plan.num_tokens, np.int64)
         logit_rows = self._logit_rows(plan, slots, starts, counts)
-        batch = self._batch(slots, starts, counts, logit_rows.row)
+        computing = counts > 0  # the others sample from a row of the sequence before them
+        batch = self._batch(slots[computing], starts[computing], counts[computing], logit_rows.row)
         sampled = self.backend.execute(batch, self._sampling_rows(slots, starts + counts, logit_rows))
         return self._result(plan, slots, logit_rows, sampled)
 
@@ -72,7 +75,10 @@ class ModelRunner:
     def _logit_rows(
         self, plan: StepPlan, slots: Index, starts: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> _LogitRows:
-        """The last row of each sequence that computes its last known token, and the prompt rows that were asked for."""
+        """The last row of each sequence that computes its last known token, and the prompt rows that were asked for.
+
+        A sequence without a token to compute ends at the same row as the one before it, from which it was forked.
+        """
         ends = np.cumsum(counts)
         owner = np.flatnonzero(starts + counts == self.slots.length[slots])
         row = ends[owner] - 1
@@ -88,7 +94,7 @@ class ModelRunner:
             owners.append(np.full(len(positions), i))
             targets.append(self.slots.tokens[slots[i], positions + 1])
         row, owner, target = np.concatenate(rows), np.concatenate(owners), np.concatenate(targets)
-        order = np.argsort(row)  # a row is wanted once: the next token is either known or sampled
+        order = np.argsort(row, kind="stable")  # a row is wanted by several only to sample from
         return _LogitRows(row[order], owner[order], target[order])
 
     def _sampling_rows(self, slots: Index, ends: NDArray[np.int64], rows: _LogitRows) -> SamplingRows:

@@ -39,6 +39,7 @@ class RequestSlots:
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
         max_blocks = -(-max_model_len // block_size)
         self.tokens = np.empty((max_num_seqs, max_model_len + 1), np.int32)  # one more: a scored prompt may be full
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
@@ -75,6 +76,11 @@ class RequestSlots:
             self._known[new.seq_id] = _Known(new.params, new.seed, new.choice, new.prompt_length, features, tokens)
         slot_of = self._slot_of
         slots = np.array([slot_of[s] if s in slot_of else self._take_slot(s) for s in plan.seq_ids], np.intp)
+        starts = dict(zip(plan.seq_ids, plan.starts, strict=True)) if plan.copies else {}
+        for seq_id, (_, destination) in plan.copies.items():
+            slot = slot_of[seq_id]
+            if self.num_blocks[slot] > 0:  # else its table comes with the copy in it
+                self.block_table[slot, starts[seq_id] // self.block_size] = destination
         for seq_id, blocks in plan.new_blocks.items():
             slot = slot_of[seq_id]
             held = self.num_blocks[slot]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from octavo import SamplingParams
 from octavo.core import BlockManager, Scheduler, Sequence, StepPlan, StepResult, make_policy
@@ -12,10 +13,16 @@ PARAMS = SamplingParams(temperature=0.0)
 
 
 def make_scheduler(
-    *, blocks: int = 100, block_size: int = 4, policy: str = "fcfs", seqs: int = 8, budget: int = 64
+    *,
+    blocks: int = 100,
+    block_size: int = 4,
+    policy: str = "fcfs",
+    seqs: int = 8,
+    budget: int = 64,
+    caching: bool = True,
 ) -> Scheduler:
     return Scheduler(
-        BlockManager(blocks, block_size),
+        BlockManager(blocks, block_size, caching=caching),
         make_policy(policy),
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
@@ -24,54 +31,75 @@ def make_scheduler(
 
 
 def make_sequence(
-    seq_id: int, prompt: int, new_tokens: int = 4, *, priority: int = 0, stop: Iterable[int] = ()
+    seq_id: int,
+    prompt: int,
+    new_tokens: int = 4,
+    *,
+    first_token: int | None = None,
+    priority: int = 0,
+    stop: Iterable[int] = (),
+    **fields: Any,
 ) -> Sequence:
-    """A sequence of `prompt` known tokens, all different from those of other sequences, and room for `new_tokens`."""
-    tokens = [1000 * (seq_id + 1) + i for i in range(prompt)]
+    """A sequence of `prompt` known tokens, `first_token` and those that count up from it, and room for `new_tokens`.
+
+    Where `first_token` is not given, the tokens are all different from those of other sequences.
+    """
+    first = 1000 * (seq_id + 1) if first_token is None else first_token
     return Sequence(
-        seq_id, tokens, PARAMS, max_length=prompt + new_tokens, stop_token_ids=tuple(stop), priority=priority
+        seq_id,
+        [first + i for i in range(prompt)],
+        PARAMS,
+        max_length=prompt + new_tokens,
+        stop_token_ids=tuple(stop),
+        priority=priority,
+        **fields,
     )
+
+
+class Slot(NamedTuple):
+    """What a slot of the shadow cache holds: whose keys and values they are, by all that they depend on."""
+
+    salt: str | None
+    tokens: int  # a hash of the token and all tokens before it
 
 
 class ShadowWorker:
     """Keeps tokens, block tables and a KV cache from the plans alone, and fails when a plan asks for the impossible.
 
-    The cache holds (seq_id, position, token) in each slot, and before it samples, a sequence reads its whole context
-    back through its block table: a block that was given to two sequences, or lost, is seen at once.
+    A step first stores all of its tokens, as a layer does, then each of its sequences reads its whole context back
+    through its block table. A slot holds a hash of all tokens up to its own, so a block that was given to two
+    sequences, lost, not copied in time or found for another prefix is seen at once.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, salt_of: Callable[[int], str | None] = lambda _: None) -> None:
         self.block_size = block_size
-        self.cache: list[list[tuple[int, int, int] | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.salt_of = salt_of
+        self.cache: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
-        self.computed: dict[int, int] = {}
+        self.computed: dict[int, int] = {}  # 0 while it has no table
 
     def execute(
         self, plan: StepPlan, sample: Callable[[int, list[int]], int], failing: int | None = None
     ) -> StepResult:
         """`sample(seq_id, context)` gives the next token; the sequence `failing` gets an error in its place."""
-        self._take_differences(plan)
+        self.take_differences(plan)
+        self._store(plan)
         result = StepResult([])
         for seq_id, start, count in zip(plan.seq_ids, plan.starts, plan.num_tokens, strict=True):
-            tokens = self.tokens[seq_id]
-            end = start + count
-            assert start == self.computed[seq_id]
-            assert start < end <= len(tokens)
-            assert end <= len(self.tables[seq_id]) * self.block_size
-            for position in range(start, end):
-                self._block(seq_id, position)[position % self.block_size] = (seq_id, position, tokens[position])
+            tokens, end = self.tokens[seq_id], start + count
+            self._read(seq_id, end)
             self.computed[seq_id] = end
             token = -1
             if seq_id == failing:
                 result.errors[seq_id] = "the stub model failed"
             elif end == len(tokens):
-                token = sample(seq_id, self._context(seq_id, end))
+                token = sample(seq_id, tokens[:end])
                 tokens.append(token)
             result.token_ids.append(token)
         return result
 
-    def _take_differences(self, plan: StepPlan) -> None:
+    def take_differences(self, plan: StepPlan) -> None:
         for seq_id in plan.finished:
             del self.tokens[seq_id], self.tables[seq_id], self.computed[seq_id]  # KeyError: never heard of, or twice
         for seq_id in plan.preempted:
@@ -82,22 +110,46 @@ class ShadowWorker:
             self.tokens[new.seq_id] = list(new.tokens)
             self.tables[new.seq_id] = []
             self.computed[new.seq_id] = 0
+        for seq_id, (source, destination) in plan.copies.items():
+            assert seq_id in plan.seq_ids
+            self.cache[destination] = list(self.cache[source])
+            index = plan.starts[plan.seq_ids.index(seq_id)] // self.block_size
+            if self.tables[seq_id]:
+                assert self.tables[seq_id][index] == source
+                self.tables[seq_id][index] = destination
         for seq_id, blocks in plan.new_blocks.items():
             assert seq_id in plan.seq_ids
             assert blocks
             self.tables[seq_id] += blocks
 
-    def _block(self, seq_id: int, position: int) -> list[tuple[int, int, int] | None]:
-        return self.cache[self.tables[seq_id][position // self.block_size]]
+    def _store(self, plan: StepPlan) -> None:
+        writers: dict[int, int] = {}  # by block
+        previous = None
+        for seq_id, start, count in zip(plan.seq_ids, plan.starts, plan.num_tokens, strict=True):
+            tokens, table, end = self.tokens[seq_id], self.tables[seq_id], start + count
+            assert self.computed[seq_id] in (start, 0)  # 0: it may begin with blocks that others have computed
+            assert start < end <= len(tokens) or (count == 0 and end == len(tokens) == previous)
+            assert end <= len(table) * self.block_size
+            for position in range(start, end):
+                block, slot = table[position // self.block_size], position % self.block_size
+                assert writers.setdefault(block, seq_id) == seq_id
+                self.cache[block][slot] = self._slot(seq_id, position)
+            previous = end  # of the one that a fork without a token of its own samples with
+        starts = dict(zip(plan.seq_ids, plan.starts, strict=True))
+        for seq_id, table in self.tables.items():
+            for index, block in enumerate(table):
+                if writers.get(block, seq_id) != seq_id:
+                    # Only who begins in this very step reads what is being written, and will write behind it.
+                    assert self.computed[seq_id] == 0
+                    assert starts[seq_id] >= (index + 1) * self.block_size or starts[seq_id] == len(self.tokens[seq_id])
 
-    def _context(self, seq_id: int, length: int) -> list[int]:
-        context = []
+    def _read(self, seq_id: int, length: int) -> None:
         for position in range(length):
-            entry = self._block(seq_id, position)[position % self.block_size]
-            assert entry is not None
-            assert entry[:2] == (seq_id, position)
-            context.append(entry[2])
-        return context
+            found = self.cache[self.tables[seq_id][position // self.block_size]][position % self.block_size]
+            assert found == self._slot(seq_id, position)
+
+    def _slot(self, seq_id: int, position: int) -> Slot:
+        return Slot(self.salt_of(seq_id), hash(tuple(self.tokens[seq_id][: position + 1])))
 
 
 def from_context(_seq_id: int, context: list[int]) -> int:
@@ -111,12 +163,13 @@ class Engine:
     def __init__(self, scheduler: Scheduler, sample: Callable[[int, list[int]], int] = from_context) -> None:
         self.scheduler = scheduler
         self.sample = sample
-        self.worker = ShadowWorker(scheduler.blocks.pool.num_blocks, scheduler.blocks.block_size)
+        self.worker = ShadowWorker(scheduler.blocks.pool.num_blocks, scheduler.blocks.block_size, self._salt)
         self.plans: list[StepPlan] = []
         self.finished: list[Sequence] = []
+        self._salts: dict[int, str | None] = {}
 
     def step(self) -> StepPlan:
-        plan = self.scheduler.schedule()
+        plan = self.schedule()
         self.plans.append(plan)
         self.finished += self.scheduler.update(plan, self.worker.execute(plan, self.sample))
         return plan
@@ -127,3 +180,10 @@ class Engine:
                 return self.finished
             self.step()
         raise AssertionError(f"not idle after {limit} steps: {self.scheduler.sequences}")
+
+    def schedule(self) -> StepPlan:
+        self._salts |= {s.seq_id: s.cache_salt for s in self.scheduler.sequences.values()}
+        return self.scheduler.schedule()
+
+    def _salt(self, seq_id: int) -> str | None:
+        return self._salts[seq_id]

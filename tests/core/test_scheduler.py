@@ -212,7 +212,7 @@ class TestAbort:
         engine = Engine(make_scheduler())
         for i in range(3):
             engine.scheduler.add(make_sequence(i, prompt=2))
-        plan = engine.scheduler.schedule()
+        plan = engine.schedule()
         aborted = engine.scheduler.abort(1)
         assert engine.scheduler.update(plan, engine.worker.execute(plan, from_context)) == []
         assert aborted.tokens == [2000, 2001]
@@ -259,7 +259,8 @@ def test_stats_of_a_tiny_run_by_hand():
     stats = engine.scheduler.stats()
     assert stats.slot_utilization == (8 + 10 + 5) / (12 + 12 + 8)
     assert (stats.num_steps, stats.num_tokens, stats.num_preemptions) == (3, 8 + 2 + 1, 0)
-    assert (stats.peak_used_blocks, stats.num_free_blocks, stats.num_running) == (3, 10, 0)
+    assert (stats.peak_used_blocks, stats.num_used_blocks, stats.num_running) == (3, 0, 0)
+    assert (stats.num_free_blocks, stats.num_cached_blocks) == (8, 2)  # one full block of each
 
 
 def test_stats_before_any_step():
@@ -280,7 +281,7 @@ class TestPreemption:
         assert (victim.status, victim.num_computed, len(victim.tokens)) == (Status.PREEMPTED, 0, 10)
         while 2 not in (plan := engine.step()).seq_ids:
             assert not plan.new
-        assert work(plan)[2] == (0, 10)
+        assert work(plan)[2] == (4, 6)  # one of its two full blocks was taken, the last
         assert not plan.new  # the workers keep its tokens
         assert [(s.seq_id, len(s.tokens)) for s in engine.run()] == [(0, 17), (1, 17), (2, 14)]
 

@@ -91,7 +91,7 @@ def test_preemption_changes_neither_tokens_nor_lengths(llm: LLM, tiny_llama: Pat
         stats = cramped.stats()
     assert stats["num_preemptions"] > 0
     assert sum(output.metrics.num_preemptions for output in outputs) == stats["num_preemptions"]
-    assert stats["num_free_blocks"] == stats["num_blocks"]
+    assert stats["num_used_blocks"] == 0
     assert ids(outputs) == ids(calm)
     for output, expected in zip(outputs, calm, strict=True):
         assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
@@ -287,8 +287,11 @@ class TestRefusals:
         ({"prompt_token_ids": [1.5]}, "1.5 is not a token id"),
         ({"prompt_token_ids": [True]}, "True is not a token id"),
         ({"prompt_token_ids": "abc"}, "expected a list"),
-        ({"prompt": "abc"}, "expected text or"),
-        (17, "prompt 17: expected text or"),
+        ({"prompt": 7}, "expected text, "),
+        ({"prompt": "abc", "prompt_token_ids": [5]}, "expected text, "),
+        ({"prompt": "abc", "cache_salt": ""}, "cache_salt=.*: expected text of 1 to 1024 characters"),
+        ({"prompt_token_ids": [5], "cache_salt": 7}, "cache_salt=7: expected text"),
+        (17, "prompt 17: expected text, "),
     ])  # fmt: skip
     def test_malformed_prompts(self, llm: LLM, prompt: object, message: str) -> None:
         with pytest.raises(RequestError, match=message):
@@ -332,7 +335,7 @@ def test_a_row_of_nan_fails_its_own_request_alone(tmp_path: Path) -> None:
             assert good.outputs[0].token_ids == clean
             assert bad.outputs[0].finish_reason == "error"
             assert "not finite" in bad.error
-        assert llm.stats()["num_free_blocks"] == 8
+        assert llm.stats()["num_used_blocks"] == 0
 
 
 def test_two_engines_live_side_by_side(llm: LLM, tiny_llama: Path) -> None:

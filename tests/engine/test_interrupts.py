@@ -45,7 +45,7 @@ class PressAt:
 def check_idle(llm: LLM) -> None:
     stats = llm.stats()
     assert (stats["num_running"], stats["num_waiting"], stats["num_held_tokens"]) == (0, 0, 0)
-    assert stats["num_free_blocks"] == stats["num_blocks"]
+    assert stats["num_used_blocks"] == 0
     assert llm.engine._outputs._live == {}
     assert llm.engine._seq_ids == {}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -21,6 +23,7 @@ class Recorder(Backend):
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
+        self.copies: list[tuple[int, list[tuple[int, int]]]] = []  # and how many steps had run before
         self.rows: list[SamplingRows] = []
         self.bad_rows: dict[int, int] = {}  # what comes instead of a token, by row
 
@@ -29,6 +32,9 @@ class Recorder(Backend):
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         pass
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.copies.append((len(self.batches), list(pairs)))
 
     def execute(self, batch: Batch, rows: SamplingRows) -> Sampled:
         self.batches.append(batch)
@@ -83,6 +89,35 @@ def test_a_preempted_sequence_keeps_its_tokens_and_gets_a_new_table(runner: Mode
     np.testing.assert_array_equal(batch.token_ids, [100, 3, 4, 101])
     np.testing.assert_array_equal(batch.block_tables, [[0], [2]])
     np.testing.assert_array_equal(batch.logit_rows, [0, 3])
+
+
+def test_choices_sample_from_the_row_of_their_prompt_and_get_copies_of_its_last_block(runner: ModelRunner) -> None:
+    """Three choices of a prompt of six, the third one's block table one step later than the second's."""
+    prompt = [1, 2, 3, 4, 5, 6]
+    choices = [NewSequence(i, prompt, 6, SamplingParams(temperature=1.0), seed=40, choice=i) for i in range(3)]
+    fork = {0: (0, 6), 1: (6, 0), 2: (6, 0)}
+    result = runner.execute(plan(fork, new=choices, new_blocks={0: [7, 2], 1: [7, 2], 2: [7, 2]}))
+    assert result.token_ids == [100, 101, 102]
+    batch, rows = runner.backend.batches[0], runner.backend.rows[0]
+    np.testing.assert_array_equal(batch.query_starts, [0, 6])
+    np.testing.assert_array_equal(batch.block_tables, [[7, 2]])
+    np.testing.assert_array_equal(batch.logit_rows, [5, 5, 5])
+    assert (rows.choice.tolist(), rows.seed.tolist(), rows.position.tolist()) == ([0, 1, 2], [40] * 3, [6] * 3)
+    runner.execute(plan(dict.fromkeys(range(3), (6, 1)), copies={0: (2, 5), 1: (2, 3)}))
+    assert runner.backend.copies == [(1, [(2, 5), (2, 3)])]
+    batch = runner.backend.batches[1]
+    np.testing.assert_array_equal(batch.token_ids, [100, 101, 102])
+    np.testing.assert_array_equal(batch.block_tables, [[7, 5], [7, 3], [7, 2]])
+    np.testing.assert_array_equal(batch.slot_mapping, [22, 14, 10])
+
+
+def test_a_sequence_that_begins_with_a_copy_brings_it_in_its_table(runner: ModelRunner) -> None:
+    runner.execute(plan({0: (0, 6)}, new=[new(0, [1, 2, 3, 4, 5, 6])], new_blocks={0: [7, 2]}))
+    beam = new(1, [1, 2, 3, 4, 5, 6, 9])
+    runner.execute(plan({0: (6, 1), 1: (6, 1)}, new=[beam], copies={1: (2, 5)}, new_blocks={1: [7, 5]}))
+    batch = runner.backend.batches[1]
+    np.testing.assert_array_equal(batch.token_ids, [100, 9])
+    np.testing.assert_array_equal(batch.block_tables, [[7, 2], [7, 5]])
 
 
 def test_slots_of_finished_sequences_are_used_again_and_hold_nothing_back(runner: ModelRunner) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,6 +127,9 @@ class CpuBackend(Backend):
     def kv_caches(self) -> list[tuple[NDArray[np.uint16], NDArray[np.uint16]]]:
         """Keys and values of each layer as bits of bfloat16, in the panels of csrc/kernels.h; shared memory."""
         return [self._program.kv_cache(i) for i in range(len(self._kv_shapes))]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._program.copy_blocks(np.array(pairs, np.int64).reshape(-1, 2))
 
     def execute(self, batch: Batch, rows: SamplingRows) -> Sampled:
         shaped = [i for i, shaping in enumerate(rows.shaping) if shaping is not None and rows.target[i] < 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,14 @@ class TorchBackend(Backend):
                 f"a KV cache of {num_blocks} blocks ({size} bytes) does not fit on {self._device}; "
                 "lower num_kv_blocks or kv_cache_memory_bytes"
             ) from error
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        # No destination is a source later on: all sources can be read first.
+        source, destination = torch.tensor(pairs, dtype=torch.int64, device=self._device).view(-1, 2).unbind(1)
+        for cache in self.kv_caches.values():
+            for part in (cache.keys, cache.values):
+                part.index_copy_(0, destination, part.index_select(0, source))
 
     def execute(self, batch: Batch, rows: SamplingRows) -> Sampled:
         parts = [self._sampler(logits, rows.slice(first, first + len(logits))) for first, logits in self.forward(batch)]
