@@ -1,8 +1,9 @@
 """What the scheduler costs: schedule() + update() with stub tokens, per running sequence and step.
 
 Nothing else runs: no model, no tokeniser. Sequences decode at their own phase of a block, so that every step allocates
-for about one sequence in sixteen, and whoever finishes is replaced from the queue, so that allocation, release and
-admission are in the figure.
+for about one sequence in sixteen, and publishes a full block for as many; whoever finishes is replaced from the queue,
+so that allocation, release, admission and the look into the prefix cache are in the figure. All tokens differ: nothing
+is found there.
 
     python benchmarks/scheduler.py [--running 256] [--waiting 100000] [--blocks 1000000] [--json FILE]
 """
@@ -32,16 +33,20 @@ def make_scheduler(running: int, waiting: int, blocks: int) -> tuple[Scheduler, 
         max_num_batched_tokens=max(8192, 64 * running),
     )
     for i in range(running + waiting):
-        prompt = 17 + i % BLOCK_SIZE  # every phase of a block
-        scheduler.add(Sequence(i, [1] * prompt, PARAMS, max_length=prompt + 128 + i % 64, stop_token_ids=(0,)))
+        scheduler.add(make_sequence(i))
     while len(scheduler.running) < running:
         step(scheduler)
     return scheduler, running + waiting
 
 
+def make_sequence(i: int) -> Sequence:
+    prompt = 17 + i % BLOCK_SIZE  # every phase of a block
+    return Sequence(i, [i] * prompt, PARAMS, max_length=prompt + 128 + i % 64, stop_token_ids=(0,))
+
+
 def step(scheduler: Scheduler) -> int:
     plan = scheduler.schedule()
-    scheduler.update(plan, StepResult([7] * len(plan.seq_ids)))
+    scheduler.update(plan, StepResult([1] * len(plan.seq_ids)))
     return len(plan.seq_ids)
 
 
@@ -55,10 +60,7 @@ def measure(running: int, waiting: int, blocks: int, steps: int) -> float:
         served += step(scheduler)
         spent += time.perf_counter() - start
         while len(scheduler.running) + len(scheduler.waiting) < running + waiting:
-            prompt = 17 + next_id % BLOCK_SIZE
-            scheduler.add(
-                Sequence(next_id, [1] * prompt, PARAMS, max_length=prompt + 128 + next_id % 64, stop_token_ids=(0,))
-            )
+            scheduler.add(make_sequence(next_id))
             next_id += 1
     return spent / served * 1e6
 
