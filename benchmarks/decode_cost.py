@@ -61,9 +61,9 @@ def fill(backend: CpuBackend, rng: np.random.Generator) -> None:
     some = (rng.standard_normal(1 << 20).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     for cache in backend.kv_caches():
         for part in cache:
-            flat = part.reshape(-1)
-            for first in range(0, len(flat), len(some)):
-                flat[first : first + len(some)] = some[: len(flat) - first]
+            for block in part:
+                start = rng.integers(len(some) - block.size)
+                block[...] = some[start : start + block.size].reshape(block.shape)
 
 
 def fastest_step(backend: CpuBackend, batch: Batch) -> float:

@@ -8,10 +8,11 @@ namespace octavo {
 
 namespace {
 
-constexpr int kQueryTile = 64;                   // query rows of a unit
-constexpr int kSharedVectors = 64;               // and about so many query vectors of a shared one
-constexpr int kShares = 4;                       // units a thread, about, so that all finish together
-constexpr std::int64_t kMostPartials = 2 << 20;  // floats of a tile's parts: beyond, they cost more memory than they are worth
+constexpr int kQueryTile = 64;      // query rows of a unit
+constexpr int kSharedVectors = 64;  // query vectors of a shared one; a tile that has so many by itself shares with nobody
+constexpr int kShares = 4;          // units a thread, about, so that all finish together
+// Floats of what parts leave, for one tile and KV head, and in all: beyond, they cost more memory than they are worth.
+constexpr std::int64_t kMostPartials = 2 << 20, kMostPartialsOfAll = 64 << 20;
 
 }  // namespace
 
@@ -34,9 +35,10 @@ void AttentionPlan::cut_rows(const Step& step) {
 void AttentionPlan::find_shared(const Step& step) {
   const int blocks_of_piece = kPiece / step.block_size;
   if (blocks_of_piece == 0 || kPiece % step.block_size != 0) return;  // a block reaches over pieces
+  const int most_rows = (kSharedVectors - 1) / (heads_ / kv_heads_);
   const auto table = [&](int tile) { return step.block_tables + tiles_[tile].sequence * step.table_width; };
   for (int i = 0; i < static_cast<int>(tiles_.size()); ++i)
-    if (tiles_[i].common > 0) shared_.push_back(i);
+    if (tiles_[i].common > 0 && tiles_[i].rows() <= most_rows) shared_.push_back(i);
   std::sort(shared_.begin(), shared_.end(), [&](int a, int b) {
     const std::int32_t *left = table(a), *right = table(b);
     return std::lexicographical_compare(left, left + tiles_[a].common * blocks_of_piece, right,
@@ -61,11 +63,12 @@ void AttentionPlan::add_joins(std::int64_t fair_cost) {
   for (Tile& tile : tiles_) {
     const std::int64_t head_stride = tile.last * group * partial_floats(head_dim_);
     const std::int64_t floats = head_stride * kv_heads_ * tile.rows();
-    if (floats > kMostPartials * kv_heads_) tile.shared = 0;
+    const bool fits = floats <= kMostPartials * kv_heads_ && floats_ + floats <= kMostPartialsOfAll;
+    if (!fits) tile.shared = 0;
     const int begin = std::max(tile.first, tile.shared), pieces = tile.last - begin;
     const std::int64_t own_cost = tile.cost * pieces / std::max(1, tile.last - tile.first);
     int wanted = static_cast<int>(std::min<std::int64_t>(pieces, (own_cost + fair_cost - 1) / fair_cost));
-    if (tile.shared == 0 && (wanted < 2 || floats > kMostPartials * kv_heads_)) {
+    if (tile.shared == 0 && (wanted < 2 || !fits)) {
       for (int head = 0; head < kv_heads_; ++head) {
         units_.push_back({tile.sequence, head, tile.row_begin, tile.row_end, 0, 0, 0, 0, tile.cost});
       }
@@ -103,7 +106,6 @@ void AttentionPlan::add_shared_units() {
         ++i;
         continue;
       }
-      shared_positions_ += static_cast<std::int64_t>(end - i - 1) * kPiece;
       while (i < end) {
         AttentionUnit unit{tiles_[shared_[i]].sequence, 0, static_cast<int>(rows_.size()), 0, piece, piece + 1,
                            static_cast<int>(joins_of_.size()), 0, 0};
@@ -124,6 +126,7 @@ void AttentionPlan::add_shared_units() {
         unit.row_end = static_cast<int>(rows_.size());
         unit.join_end = static_cast<int>(joins_of_.size());
         unit.cost = std::int64_t{rows} * kPiece;
+        shared_positions_ += std::int64_t{unit.join_end - unit.join_begin - 1} * kPiece;
         for (unit.head = 0; unit.head < kv_heads_; ++unit.head) units_.push_back(unit);
       }
     }

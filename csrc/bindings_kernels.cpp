@@ -168,7 +168,8 @@ void attention(const std::string& name, ConstBf16s q, Bf16s out, FlatBf16 keys, 
   Attention a;
   a.q = rows_of(q, heads * head_dim);
   a.out = rows_of(out, heads * head_dim);
-  a.cache = {const_cast<bf16*>(keys.data()), const_cast<bf16*>(values.data()), kv_heads, head_dim, block_size};
+  a.cache = {const_cast<bf16*>(keys.data()), const_cast<bf16*>(values.data()), kv_heads, head_dim, block_size,
+             std::int64_t{kv_heads} * head_dim * block_size};
   a.block_table = block_table.data();
   a.heads = heads;
   a.first = first;

@@ -178,19 +178,22 @@ nb::dict roofline_of(Program& program) {
   return fields;
 }
 
-// Keys and values of a cache as they lie: uint16 [blocks, KV heads, panels, 16 * head_dim] each, shared memory.
+// Keys and values of a layer as they lie: uint16 [blocks, KV heads, panels, 16 * head_dim] each, shared memory; what other
+// layers keep of a block lies between.
 nb::tuple kv_cache(const Program& program, int index) {
   const Runtime& runtime = program.runtime();
   const Cache& cache = runtime.caches.at(index);
-  if (cache.keys == nullptr) throw std::invalid_argument("program: allocate_kv_cache comes first");
-  const auto panel = static_cast<std::size_t>(kPanel) * cache.head_dim;
-  const auto panels = static_cast<std::size_t>(runtime.block_size / kPanel);
-  const std::size_t blocks = cache.keys->bytes() / sizeof(bf16) / (cache.kv_heads * panels * panel);
-  auto array = [&](const std::shared_ptr<Memory>& memory) {
-    auto* kept = new std::shared_ptr<Memory>(memory);
+  if (runtime.kv_memory == nullptr) throw std::invalid_argument("program: allocate_kv_cache comes first");
+  const std::int64_t panel = std::int64_t{kPanel} * cache.head_dim, panels = runtime.block_size / kPanel;
+  const std::int64_t blocks = static_cast<std::int64_t>(runtime.kv_memory->bytes() / sizeof(bf16)) / runtime.block_stride;
+  auto array = [&](std::int64_t first) {
+    auto* kept = new std::shared_ptr<Memory>(runtime.kv_memory);
     nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<Memory>*>(p); });
-    return nb::ndarray<nb::numpy, std::uint16_t>(memory->as<std::uint16_t>(),
-                                                 {blocks, static_cast<std::size_t>(cache.kv_heads), panels, panel}, owner);
+    return nb::ndarray<nb::numpy, std::uint16_t>(
+        runtime.kv_memory->as<std::uint16_t>() + first,
+        {static_cast<std::size_t>(blocks), static_cast<std::size_t>(cache.kv_heads), static_cast<std::size_t>(panels),
+         static_cast<std::size_t>(panel)},
+        owner, {runtime.block_stride, panels * panel, panel, 1});
   };
   return nb::make_tuple(array(cache.keys), array(cache.values));
 }

@@ -121,14 +121,16 @@ struct Add {
 // KV cache of one layer. A block holds block_size tokens (a multiple of 16) as panels of 16; per KV head
 //   keys    [panel][head_dim / 2][16 tokens][2]     pairs of dimensions side by side: a packed weight of 16 columns
 //   values  [panel][8 token pairs][head_dim][2]     pairs of tokens side by side
-// and a block is [kv_heads][panels of the block][...]: element offset ((block * kv_heads + head) * panels + panel) * 16 * head_dim.
-// head_dim is a multiple of 16 and at most 256. Slots that were never written may hold anything, NaN too.
+// and a layer's part of a block is [kv_heads][panels of the block][...], once for keys and once for values. What other layers
+// keep may lie between one block's part and the next one's. head_dim is a multiple of 16 and at most 256. Slots that were never
+// written may hold anything, NaN too.
 struct KvCache {
-  bf16* keys = nullptr;
+  bf16* keys = nullptr;            // of block 0
   bf16* values = nullptr;
   int kv_heads = 0, head_dim = 0, block_size = 0;
+  std::int64_t block_stride = 0;   // elements from a block to the next
   OCTAVO_INLINE std::int64_t offset(std::int64_t block, int head, int panel) const {
-    return ((block * kv_heads + head) * (block_size / kPanel) + panel) * kPanel * head_dim;
+    return block * block_stride + (std::int64_t{head} * (block_size / kPanel) + panel) * kPanel * head_dim;
   }
 };
 

@@ -93,7 +93,7 @@ int Program::add_rotation(std::vector<float> frequencies, float factor) {
 int Program::add_cache(int kv_heads, int head_dim) {
   require(kv_heads > 0 && head_dim > 0 && head_dim % kPanel == 0 && head_dim <= 256,
           "the head dimension must be a multiple of 16 up to 256");
-  runtime_.caches.push_back({kv_heads, head_dim, {}, {}});
+  runtime_.caches.push_back({kv_heads, head_dim});
   return static_cast<int>(runtime_.caches.size()) - 1;
 }
 
@@ -193,14 +193,18 @@ void Program::allocate_kv_cache(std::int64_t num_blocks, int block_size) {
   pool_.require_own_process();
   const std::lock_guard lock(mutex_);
   num_blocks_ = 0;
-  for (Cache& cache : runtime_.caches) cache.keys = cache.values = nullptr;
+  runtime_.kv_memory = nullptr;
+  std::int64_t stride = 0;
   for (Cache& cache : runtime_.caches) {
-    const std::int64_t block_bytes = std::int64_t{block_size} * cache.kv_heads * cache.head_dim * sizeof(bf16);
-    std::int64_t bytes = 0;
-    if (__builtin_mul_overflow(num_blocks, block_bytes, &bytes)) throw std::bad_alloc();
-    cache.keys = std::make_shared<Memory>(bytes);
-    cache.values = std::make_shared<Memory>(bytes);
+    const std::int64_t size = std::int64_t{block_size} * cache.kv_heads * cache.head_dim;
+    cache.keys = stride;
+    cache.values = stride + size;
+    stride += 2 * size;
   }
+  std::int64_t bytes = 0;
+  if (__builtin_mul_overflow(num_blocks, stride * static_cast<std::int64_t>(sizeof(bf16)), &bytes)) throw std::bad_alloc();
+  runtime_.kv_memory = std::make_shared<Memory>(bytes, true);
+  runtime_.block_stride = stride;
   runtime_.block_size = block_size;
   num_blocks_ = num_blocks;
 }
@@ -219,16 +223,13 @@ void Program::copy_blocks(std::span<const BlockCopy> copies) {
   }
   pool_.require_own_process();
   const std::lock_guard lock(mutex_);
-  Units units;  // the keys or the values of one layer: there, copies are done in order
-  const auto count = static_cast<std::int64_t>(2 * runtime_.caches.size());
-  pool_.run([&](int) {
-    for (std::int64_t i = units.take(); i < count; i = units.take()) {
-      const Cache& cache = runtime_.caches[i / 2];
-      char* data = (i % 2 == 0 ? cache.keys : cache.values)->as<char>();
-      const std::size_t bytes = sizeof(bf16) * runtime_.block_size * cache.kv_heads * cache.head_dim;
-      for (const BlockCopy& copy : copies) {
-        if (copy.source != copy.destination) std::memcpy(data + copy.destination * bytes, data + copy.source * bytes, bytes);
-      }
+  bf16* base = runtime_.kv_memory->as<bf16>();
+  const std::int64_t stride = runtime_.block_stride;
+  pool_.run([&](int thread) {  // a thread takes the same part of each block, so that copies are done in order
+    const std::int64_t begin = stride * thread / num_threads(), end = stride * (thread + 1) / num_threads();
+    for (const BlockCopy& copy : copies) {
+      if (copy.source == copy.destination) continue;
+      std::memcpy(base + copy.destination * stride + begin, base + copy.source * stride + begin, (end - begin) * sizeof(bf16));
     }
   });
 }

@@ -58,9 +58,13 @@ struct RotationTable {
   Memory cos, sin;                 // [T, half]
 };
 
+// Keys and values of one layer. A block holds those of all layers, one after the other, so that it can be copied as one piece
+// of memory, and so that a few large pages hold all of a short sequence:
+//
+//   block 0: layer 0 keys | layer 0 values | layer 1 keys | ...     block 1: layer 0 keys | ...
 struct Cache {
   int kv_heads = 0, head_dim = 0;
-  std::shared_ptr<Memory> keys, values;  // shared with whoever looks into the cache from outside
+  std::int64_t keys = 0, values = 0;  // where they begin in a block, elements
 };
 
 struct Runtime {
@@ -73,6 +77,8 @@ struct Runtime {
   std::vector<std::vector<float>> vectors;  // norm weights and biases
   std::vector<RotationTable> rotations;
   std::vector<Cache> caches;
+  std::shared_ptr<Memory> kv_memory;  // of all blocks; shared with whoever looks into it from outside
+  std::int64_t block_stride = 0;      // elements of a block, all layers
   std::vector<AttentionPlan> attention_plans;
   int block_size = 0;
 
@@ -82,7 +88,8 @@ struct Runtime {
 
   std::int64_t rows(View view) const { return buffers[view.buffer].selected ? step.num_logit_rows : step.num_tokens; }
   KvCache layout(const Cache& cache) const {
-    return {cache.keys->as<bf16>(), cache.values->as<bf16>(), cache.kv_heads, cache.head_dim, block_size};
+    bf16* base = kv_memory->as<bf16>();
+    return {base + cache.keys, base + cache.values, cache.kv_heads, cache.head_dim, block_size, block_stride};
   }
   Rows at(View view) const {
     const Buffer& buffer = buffers[view.buffer];

@@ -65,7 +65,8 @@ Attention Sequence::arguments(Matrix<bf16>& q, Matrix<bf16>& out) {
   Attention a;
   a.q = view(q);
   a.out = view(out);
-  a.cache = {key_blocks.data(), value_blocks.data(), shape.kv_heads, shape.head_dim, shape.block_size};
+  const std::int64_t stride = std::int64_t{shape.kv_heads} * shape.head_dim * shape.block_size;
+  a.cache = {key_blocks.data(), value_blocks.data(), shape.kv_heads, shape.head_dim, shape.block_size, stride};
   a.block_table = table.data();
   a.heads = shape.group * shape.kv_heads;
   a.count = shape.count;
