@@ -2,9 +2,9 @@
 //
 // The bits contract, as these kernels keep it
 // --------------------------------------------
-// * Activations, weights, keys and values are bfloat16, but for the residual stream, which is float32; everything inside an op
-//   is float32, and its result is rounded once (to nearest even) where it is written. No fast-math, no contraction; an FMA is only used on a product of two
-//   bfloat16 numbers, which is exact in float32, so that FMA and mul + add agree.
+// * Activations, weights, keys and values are bfloat16, but for the residual stream, which is float32; everything inside an
+//   op is float32, and its result is rounded once (to nearest even) where it is written. No fast-math, no contraction; an
+//   FMA is only used on a product of two bfloat16 numbers, which is exact in float32, so that FMA and mul + add agree.
 // * Matrix products follow the rule of AMX's TDPBF16PS: for each chunk of 32 k's two sums start at zero, one takes the
 //   products of the even k's in order, the other those of the odd k's; then acc += (even + odd), with acc from zero.
 //   A short last chunk is as if padded with zeros.
@@ -171,7 +171,7 @@ struct AttentionRow {
 OCTAVO_INLINE constexpr std::int64_t partial_floats(int head_dim) { return head_dim + kPanel; }
 
 struct Kernels {
-  const char* name;                // "portable", "avx2", "avx512", "avx512_bf16", "amx"
+  const char* name;                // "portable", "avx2", "avx512", "avx512_bf16", "amx"; "avx512_bf16_dots"
   // Rows [row_begin, row_end) and panels [panel_begin, panel_end) of w; for kSiluMul / kGeluMul both bounds are even.
   void (*matmul)(const Matmul&, std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end);
   void (*rms_norm)(const RmsNorm&, std::int64_t row_begin, std::int64_t row_end);

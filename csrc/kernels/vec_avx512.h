@@ -1,5 +1,5 @@
 // Sixteen float lanes in one 512-bit register. With AVX512_BF16 the conversion to bfloat16 is an instruction, of the same
-// result; its dot product is not used, because it sums in another order.
+// result; its dot product, which sums in another order, is for fast_math only (dot_products.h).
 #pragma once
 
 // GCC 12 takes the undefined operands that its own header passes to masked instructions for a mistake of ours.

@@ -1,8 +1,9 @@
 // What every vec_*.h shares.
 //
-// A vec_*.h defines `Vec` (16 float lanes), the shape of register blocks (kBlockRows, kTogether) and the operations on them; the kernels are written once over these names. Everything in this folder lives in an unnamed namespace: a function
-// of one instruction set must never be merged by the linker with its namesake of another. For the same reason nothing
-// here uses templates or inline functions of the standard library.
+// A vec_*.h defines `Vec` (16 float lanes), the shape of register blocks (kBlockRows, kTogether) and the operations on them;
+// the kernels are written once over these names. Everything in this folder lives in an unnamed namespace: a function of one
+// instruction set must never be merged by the linker with its namesake of another. For the same reason nothing here uses
+// templates or inline functions of the standard library.
 #pragma once
 
 #include <cstdint>
