@@ -35,6 +35,7 @@ bench: $(VENV)/.dev  ## the benchmarks that need no peer
 	$(PIP) install -q -c constraints.txt matplotlib
 	$(BIN)/python benchmarks/scheduler.py --json benchmarks/results/scheduler.json
 	$(BIN)/python benchmarks/memory.py --json benchmarks/results/memory.json
+	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
 
 sanitize: $(VENV)/.dev  ## the native runtime under the thread, address and undefined-behaviour sanitizers
 	PYTHON=$(abspath $(BIN))/python csrc/tests/sanitize.sh

@@ -295,12 +295,12 @@ class Scheduler:
         return True
 
     def _twin(self, head: Sequence, index: int) -> Sequence | None:
-        """The sequence before it, if that has just been planned to the end of the very prompt that the head has."""
-        if head.group is None or index == 0:
+        """The sequence before it, if that has just been planned to the end of the prompt that is all the head has."""
+        if head.group is None or index == 0 or len(head.tokens) != head.prompt_length:
             return None
         twin = self.running[index - 1]
-        same = twin.group == head.group and len(head.tokens) == head.prompt_length
-        return twin if same and twin.num_computed == len(twin.tokens) == len(head.tokens) else None
+        ends = twin.num_computed == len(twin.tokens) == head.prompt_length
+        return twin if twin.group == head.group and ends else None
 
     def _survivors(self, index: int, needed: int, prefix: Collection[int]) -> int | None:
         """How many of those that run may stay when one comes in at `index` and takes `needed` blocks more than those of
