@@ -41,7 +41,6 @@ class CpuBackend(Backend):
         fuse: False runs every op of the graph on its own: the same bits, slower.
         fast_math: take kernels whose results may differ from the other tables' in their last bits, where such are
             faster. The bits contract then holds on this instruction set alone.
-
         cascade: False reads what several sequences share for each of them anew: the same bits, slower.
 
     Raises:
