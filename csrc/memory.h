@@ -14,7 +14,8 @@ namespace octavo {
 class Memory {
  public:
   Memory() = default;
-  // Raises std::bad_alloc. Large pages make long streams cheaper, but are committed whole: not for what stays sparse.
+  // Raises std::bad_alloc. Large pages make long streams cheaper, but 2 MiB are committed at a time: not for what is written a
+  // few bytes here and there.
   explicit Memory(std::size_t bytes, bool large_pages = false) : bytes_(bytes) {
     if (bytes == 0) return;
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
