@@ -216,13 +216,13 @@ std::int64_t Program::shared_positions() const {
 }
 
 void Program::copy_blocks(std::span<const BlockCopy> copies) {
+  pool_.require_own_process();
+  const std::lock_guard lock(mutex_);
   require(num_blocks_ > 0, "allocate_kv_cache comes before copy_blocks");
   for (const BlockCopy& copy : copies) {
     require(copy.source >= 0 && copy.source < num_blocks_ && copy.destination >= 0 && copy.destination < num_blocks_,
             "block outside the KV cache");
   }
-  pool_.require_own_process();
-  const std::lock_guard lock(mutex_);
   bf16* base = runtime_.kv_memory->as<bf16>();
   const std::int64_t stride = runtime_.block_stride;
   pool_.run([&](int thread) {  // a thread takes the same part of each block, so that copies are done in order
