@@ -69,7 +69,7 @@ class Program:
         """Copies blocks of all layers, one after the other: (source, destination) [n, 2]."""
     @property
     def shared_positions(self) -> int:
-        """Positions of the last step that several sequences read at once, over all layers; the first reader is not counted."""
+        """Positions of the last step that were read once for several sequences, over all layers: reads that were saved."""
     def set_cascade(self, on: bool) -> None:
         """Whether what several sequences share is read once for all of them (the default); results are the same."""
     def kv_cache(self, cache: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
