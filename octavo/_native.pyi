@@ -69,7 +69,7 @@ class Program:
         """Copies blocks of all layers, one after the other: (source, destination) [n, 2]."""
     @property
     def shared_positions(self) -> int:
-        """Positions of the last step that were read once for several sequences, over all layers: reads that were saved."""
+        """Positions of the last step, over all layers, that need not be read again for each sequence."""
     def set_cascade(self, on: bool) -> None:
         """Whether what several sequences share is read once for all of them (the default); results are the same."""
     def kv_cache(self, cache: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
