@@ -33,7 +33,6 @@ format: $(VENV)/.dev  ## let ruff mend what it can
 	$(BIN)/ruff format octavo tests benchmarks
 
 bench: $(VENV)/.dev  ## the benchmarks that need no peer
-	$(PIP) install -q -c constraints.txt matplotlib
 	$(BIN)/python benchmarks/scheduler.py --json benchmarks/results/scheduler.json
 	$(BIN)/python benchmarks/memory.py --json benchmarks/results/memory.json
 	$(BIN)/python benchmarks/decode_cost.py $(MODEL) --json benchmarks/results/decode_cost.json --png docs/images/decode-cost.png

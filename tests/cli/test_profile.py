@@ -67,7 +67,6 @@ def test_prefill_in_chunks(capsys, tiny_llama: Path, tmp_path: Path) -> None:
 
 
 def test_plot(capsys, tiny_llama: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "roofline.png"
     assert octavo(capsys, "profile", tiny_llama, *SMALL, *SIZES, "--png", path)[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
