@@ -183,7 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for position in range(start, start + count):
                 block = self.worker.tables[seq_id][position // self.worker.block_size]
                 self.worker.cache[block][position % self.worker.block_size] = None
-            self.covered[seq_id] = start + count
+            self.covered[seq_id] = max(start + count, self.covered.get(seq_id, 0))
         running = list(self.scheduler.running)
         starts = dict(zip(plan.seq_ids, plan.starts, strict=True))
         self.scheduler.fail(plan)
@@ -205,6 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.plan = plan if plan else None
 
     def follow_forks(self, plan: StepPlan) -> None:
+        self.unwritten -= set(plan.preempted)  # some of these may have come in again
         previous = None
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
             if count > 0:
@@ -213,7 +214,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert previous is not None
                 self.unwritten |= {previous, seq_id}
             previous = seq_id
-        self.unwritten -= set(plan.preempted)
 
     def update(self, seed: int, fails: bool) -> None:
         plan, self.plan = self.plan, None
@@ -488,7 +488,10 @@ def check_victims_were_needed(machine: SchedulerMachine, before: Before, plan: S
 
 
 def check_head_had_no_room(machine: SchedulerMachine, before: Before, plan: StepPlan, head: int) -> None:
-    """The first that still waits finds no budget, no seat or no room, even at the cost of all that come after it."""
+    """The first that still waits finds no budget, no seat or no room, even at the cost of all that come after it.
+
+    Or one before it sits this step out for want of room: nobody overtakes that one.
+    """
     order, scheduler, manager = machine.order, machine.scheduler, machine.scheduler.blocks
     sequence = scheduler.sequences[head]
     earlier = [s for s in scheduler.running if order[s.seq_id] < order[head]]
@@ -498,7 +501,8 @@ def check_head_had_no_room(machine: SchedulerMachine, before: Before, plan: Step
     needed = manager.blocks_for(len(sequence.tokens)) - len(in_use.intersection(manager.find_prefix(sequence)))
     growing = sum(may_grow(machine, s) for s in earlier)
     no_room = needed + growing > manager.pool.num_blocks - len(in_use)
-    assert budget == 0 or len(earlier) >= machine.max_num_seqs or no_room
+    sits_out = any(s.seq_id not in counts for s in earlier)
+    assert budget == 0 or len(earlier) >= machine.max_num_seqs or no_room or sits_out
 
 
 def check_ending(sequence: Sequence) -> None:
