@@ -521,4 +521,5 @@ def check_ending(sequence: Sequence) -> None:
 
 
 TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
-TestSchedulerMachine.settings = settings(max_examples=2000, stateful_step_count=25, deadline=None)
+# The same examples every time: what fails here fails because of a change. To search on, take derandomize away.
+TestSchedulerMachine.settings = settings(max_examples=2000, stateful_step_count=25, deadline=None, derandomize=True)
