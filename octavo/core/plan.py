@@ -48,7 +48,7 @@ class StepPlan:
     # since a source may be the destination of a later one, and before the step writes anything.
     copies: dict[int, tuple[int, int]] = field(default_factory=dict)
     new_blocks: dict[int, list[int]] = field(default_factory=dict)  # to append to the block table, by seq_id
-    preempted: list[int] = field(default_factory=list)  # seq_ids whose block tables are void
+    preempted: list[int] = field(default_factory=list)  # seq_ids whose block tables are void; some may begin anew
     finished: list[int] = field(default_factory=list)  # seq_ids to forget
 
     def __bool__(self) -> bool:

@@ -115,10 +115,11 @@ class Scheduler:
             count = min(len(sequence.tokens) - start, budget)
             end = start + count
             if end > sequence.room:
+                num_running = len(running)
                 if not self._make_room(sequence, end, plan):
                     break  # it is the last in the order: it keeps what it has and sits this step out
-                if plan.preempted:
-                    head = None
+                if len(running) < num_running:
+                    head = None  # nor does anybody take the place of those that had to leave
             sequence.num_computed = end
             if end % block_size < count:  # a block is full
                 blocks.publish(sequence, start)

@@ -354,6 +354,24 @@ class TestFork:
         engine.step()
         assert work(engine.step()) == {1: (8, 2)}
 
+    def test_nobody_takes_the_place_of_one_that_had_to_leave_before_its_first_step(self):
+        """The workers have not heard of it, so no plan says that it left; all the same it stays first in line."""
+        engine = Engine(make_scheduler(blocks=4, caching=False))
+        first = add(engine, 0, 4, new_tokens=2)
+        last = add(engine, 1, 5, new_tokens=3, first_token=500)
+        add(engine, 2, 2, new_tokens=1, first_token=700)
+        assert engine.step().seq_ids == [0, 1]
+        for seq_id, parent in ((3, first), (4, last)):
+            child = make_sequence(seq_id, 1)
+            child.tokens[:] = [*parent.tokens[: parent.num_computed], 77]
+            child.max_length = parent.max_length
+            engine.scheduler.fork(parent, child)
+        engine.scheduler.abort(1)
+        plan = engine.step()  # 0 takes the last free block, and 3 one of the two that 4 gives up
+        assert (plan.seq_ids, plan.preempted) == ([0, 3], [])
+        assert engine.scheduler.waiting.peek().seq_id == 4
+        assert [s.seq_id for s in engine.run()][2:] == [2, 4]
+
     def test_what_does_not_go_on_from_the_parent_is_refused(self):
         engine = Engine(make_scheduler())
         parent = add(engine, 0, 6)

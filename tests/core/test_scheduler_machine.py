@@ -350,7 +350,12 @@ class Before:
         self.waiting = sorted(scheduler.sequences.keys() - set(self.running), key=machine.order.__getitem__)
         self.tables = {s.seq_id: list(s.block_table) for s in scheduler.sequences.values()}
         self.computed = {s.seq_id: s.num_computed for s in scheduler.sequences.values()}
+        self.preemptions = {s.seq_id: s.num_preemptions for s in scheduler.running}
         self.gaps = {s.seq_id: len(s.tokens) - s.num_computed for s in scheduler.running}
+
+    def stayed(self, sequence: Sequence) -> bool:
+        """Whether it ran before, and has kept its blocks."""
+        return self.preemptions.get(sequence.seq_id) == sequence.num_preemptions
 
 
 def check_plan(machine: SchedulerMachine, before: Before, plan: StepPlan) -> None:
@@ -361,7 +366,7 @@ def check_plan(machine: SchedulerMachine, before: Before, plan: StepPlan) -> Non
     assert sum(plan.num_tokens) <= machine.budget
     for i, (seq_id, start, count) in enumerate(zip(plan.seq_ids, plan.starts, plan.num_tokens, strict=True)):
         assert start + count == sequences[seq_id].num_computed
-        if seq_id in before.running:
+        if before.stayed(sequences[seq_id]):
             assert start == before.computed[seq_id]
             assert count > 0
         elif count == 0:
@@ -374,12 +379,11 @@ def check_plan(machine: SchedulerMachine, before: Before, plan: StepPlan) -> Non
         sequence = sequences[new.seq_id]
         assert (new.tokens, new.prompt_length) == (sequence.tokens, sequence.prompt_length)
         assert new.tokens is not sequence.tokens  # plain data, not a view of what goes on changing
-    assert not set(plan.preempted) & (set(plan.seq_ids) - machine.voided)
     assert len(set(plan.preempted)) == len(plan.preempted)
     assert set(plan.preempted) <= (set(before.running) | machine.voided) & machine.announced
     assert set(plan.new_blocks) | set(plan.copies) <= set(plan.seq_ids)
     for seq_id in plan.seq_ids:
-        told = list(before.tables[seq_id]) if seq_id in machine.announced else []
+        told = list(before.tables[seq_id]) if before.stayed(sequences[seq_id]) and seq_id in machine.announced else []
         if seq_id in plan.copies and told:
             index = before.computed[seq_id] // machine.worker.block_size
             assert told[index] == plan.copies[seq_id][0]
@@ -417,13 +421,15 @@ def check_order(machine: SchedulerMachine, before: Before, plan: StepPlan) -> No
     if len(plan.seq_ids) < len(running) and left > 0:
         check_last_had_no_room(machine, running[len(plan.seq_ids) :], left)
 
-    admitted = [i for i in running if i not in before.running]
-    assert admitted == before.waiting[: len(admitted)]
+    gone = {i for i in before.running if not before.stayed(scheduler.sequences[i])}
+    admitted = [s.seq_id for s in scheduler.running if not before.stayed(s)]
+    assert admitted == sorted([*before.waiting, *gone], key=order.__getitem__)[: len(admitted)]
     for seq_id in admitted:
         check_admitted_with_room(machine, before, plan, seq_id)
-    victims = [i for i in plan.preempted if i not in machine.voided]
-    assert all(order[victim] > order[running[-1]] for victim in victims)
-    if set(before.running) - set(running):
+    assert all(order[victim] > order[running[-1]] for victim in gone.difference(admitted))
+    if gone.intersection(admitted):
+        return  # it came back at once: what it held twice, others hold too
+    if gone:
         check_victims_were_needed(machine, before, plan, admitted)
     elif len(admitted) < len(before.waiting):
         check_head_had_no_room(machine, before, plan, before.waiting[len(admitted)])
@@ -443,7 +449,7 @@ def check_admitted_with_room(machine: SchedulerMachine, before: Before, plan: St
     scheduler, manager = machine.scheduler, machine.scheduler.blocks
     sequence = scheduler.sequences[admitted]
     earlier = [s for s in scheduler.running if machine.order[s.seq_id] < machine.order[admitted]]
-    kept = {s.seq_id for s in scheduler.running}.intersection(before.running)
+    kept = {s.seq_id for s in scheduler.running if before.stayed(s)}
     later = {i for i in kept if machine.order[i] > machine.order[admitted]}
     in_use = {block for s in earlier for block in s.block_table}.union(*(before.tables[i] for i in later))
     at = plan.seq_ids.index(admitted)
