@@ -112,35 +112,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.order[sequence.seq_id] = place
         self.all[sequence.seq_id] = sequence
 
-    @precondition(lambda self: self.plan is None and self.scheduler.running)
-    @rule(pick=SEEDS, new_tokens=st.integers(1, 6))
-    def fork(self, pick: int, new_tokens: int) -> None:
-        """As a beam does: goes on from a running sequence with another token."""
-        parent = self.scheduler.running[pick % len(self.scheduler.running)]
-        tokens = [*parent.tokens[: parent.num_computed], pick % 8]
-        child = Sequence(
-            len(self.order) + 100,
-            tokens,
-            PARAMS,
-            max_length=len(tokens) + new_tokens,
-            priority=parent.priority,
-            prompt_length=min(parent.prompt_length, len(tokens)),
-            cache_salt=parent.cache_salt,
-        )
-        if child.max_length - 1 > self.capacity:
-            with pytest.raises(RequestError):
-                self.scheduler.fork(parent, child)
-            return
-        full = len(self.scheduler.running) == self.max_num_seqs
-        self.scheduler.fork(parent, child)
-        self.accept(child, (*self.order[parent.seq_id][:2], len(self.order)))
-        assert child.status is (Status.WAITING if full else Status.RUNNING)
-        if not full:
-            assert child.num_computed == parent.num_computed
-            blocks = self.scheduler.blocks.blocks_for(parent.num_computed)
-            assert child.block_table == parent.block_table[:blocks]
-            self.unwritten |= {parent.seq_id, child.seq_id}
-
     @rule(pick=SEEDS)
     def abort(self, pick: int) -> None:
         if not self.scheduler.sequences:
