@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from octavo.errors import RequestError
 
@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20  # as OpenAI's top_logprobs; a request for more is refused
 MAX_SEED = 2**64 - 1
 MAX_TOP_K = 2**31 - 1  # what the sampler's int32 holds
 MAX_CHOICES = 128  # of n and best_of
+MAX_BEAM_WIDTH = 128
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
 MAX_WORD_LENGTH = 1024  # characters of a stop string or a bad word
@@ -110,8 +111,7 @@ class SamplingParams:
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 _integer(name, getattr(self, name), first, last)
         for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={_show(getattr(self, name))}: expected true or false")
+            _switch(name, getattr(self, name))
         for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
             if getattr(self, name) is None:
                 self._store(name, ())
@@ -135,6 +135,13 @@ class SamplingParams:
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
+    @staticmethod
+    def reporting(num_logprobs: int) -> SamplingParams:
+        """Greedy, with that many most likely tokens reported, be they more than a caller may ask for."""
+        params = SamplingParams(temperature=0.0, max_tokens=None)
+        params._store("logprobs", num_logprobs)
+        return params
+
     @property
     def greedy(self) -> bool:
         return self.temperature <= GREEDY_TEMPERATURE
@@ -143,6 +150,51 @@ class SamplingParams:
     def num_choices(self) -> int:
         """How many continuations are computed."""
         return self.n if self.best_of is None else self.best_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How to search for the most likely continuations of one prompt; docs/beam-search.md says how it goes, exactly.
+
+    Names and meanings follow transformers (and vLLM where it has them). There is nothing random in it.
+
+    Attributes:
+        beam_width: how many beams are kept alive, and how many are returned, at most 128.
+        max_tokens: most tokens to generate; None means up to the end of the context.
+        length_penalty: a beam's score is its cumulative logprob divided by (number of generated tokens) **
+            length_penalty, -10 to 10: above 0 longer ones do better, 0 leaves the logprob as it is.
+        early_stopping: when to stop once `beam_width` beams are finished. True: at once. False: when the best live
+            beam, at its present length, scores no better than the worst finished one. "never": when no live beam can
+            do better at any length.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        stop_token_ids: these end a beam too; the token is kept in `token_ids`.
+        include_stop_str_in_output: keep the text of the token that ended a beam.
+        skip_special_tokens: leave control tokens out of the text.
+
+    Raises:
+        RequestError: a value is of the wrong type or out of its range; the message names field, value and limit.
+    """
+
+    beam_width: int
+    max_tokens: int | None = 16
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+        _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise RequestError(f"early_stopping={_show(self.early_stopping)}: expected true, false or 'never'")
+        for name in _SWITCHES:
+            _switch(name, getattr(self, name))
+        ids = () if self.stop_token_ids is None else _ids("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +225,11 @@ def _integer(name: str, value: Any, low: int, high: int | None) -> None:
         raise RequestError(f"{name}={_show(value)}: expected a whole number {limits}")
     if value < low or (high is not None and value > high):
         raise RequestError(f"{name}={_show(value)}: must be {limits}")
+
+
+def _switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}={_show(value)}: expected true or false")
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
