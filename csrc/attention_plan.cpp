@@ -36,7 +36,7 @@ void AttentionPlan::find_shared(const Step& step) {
   const int blocks_of_piece = kPiece / step.block_size;
   if (blocks_of_piece == 0 || kPiece % step.block_size != 0) return;  // a block reaches over pieces
   const int most_rows = (kSharedVectors - 1) / (heads_ / kv_heads_);
-  const auto table = [&](int tile) { return step.block_tables + tiles_[tile].sequence * step.table_width; };
+  const auto table = [&](int tile) { return step.table(group_, tiles_[tile].sequence); };
   for (int i = 0; i < static_cast<int>(tiles_.size()); ++i)
     if (tiles_[i].common > 0 && tiles_[i].rows() <= most_rows) shared_.push_back(i);
   std::sort(shared_.begin(), shared_.end(), [&](int a, int b) {

@@ -41,13 +41,15 @@ struct AttentionJoin {
   int parts;                       // for each KV head
 };
 
-// Shared by all layers that cut alike; they run one after the other.
+// Shared by all layers that cut alike; they run one after the other. Those without a window must be of one group, since what
+// sequences share is read off its block tables; those with one share nothing, and so look into no table.
 class AttentionPlan {
  public:
-  AttentionPlan(int heads, int kv_heads, int head_dim, int window)
-      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), window_(window) {}
-  bool serves(int heads, int kv_heads, int head_dim, int window) const {
-    return heads == heads_ && kv_heads == kv_heads_ && head_dim == head_dim_ && window == window_;
+  AttentionPlan(int heads, int kv_heads, int head_dim, int window, int group)
+      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), window_(window), group_(group) {}
+  bool serves(int heads, int kv_heads, int head_dim, int window, int group) const {
+    return heads == heads_ && kv_heads == kv_heads_ && head_dim == head_dim_ && window == window_ &&
+           (window > 0 || group == group_);
   }
   int window() const { return window_; }
   int layers = 0;  // that it serves
@@ -73,7 +75,7 @@ class AttentionPlan {
   void add_shared_units();
   void place_partials();
 
-  int heads_, kv_heads_, head_dim_, window_;
+  int heads_, kv_heads_, head_dim_, window_, group_;
   std::vector<Tile> tiles_;
   std::vector<int> shared_;                 // tiles that may share, sorted by their block tables
   std::vector<int> alike_;                  // pieces that tile shared_[i] has in common with shared_[i + 1]

@@ -1,5 +1,6 @@
 // octavo._native.Program: what octavo/backends/cpu builds and runs. Arguments are checked by Program itself.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -49,33 +50,34 @@ auto numpy(std::vector<T> values, std::vector<std::size_t> shape) {
 // The arrays of a Batch (octavo/backends/base.py), kept alive for the step.
 struct BatchArrays {
   Array<std::int32_t> token_ids, positions, query_starts, logit_rows;
-  Array<std::int64_t> slot_mapping;
-  Array<std::int32_t, 2> block_tables;
+  Array<std::int64_t, 2> slot_mapping;
+  Array<std::int32_t, 3> block_tables;
 
   explicit BatchArrays(nb::handle batch)
       : token_ids(nb::cast<Array<std::int32_t>>(batch.attr("token_ids"))),
         positions(nb::cast<Array<std::int32_t>>(batch.attr("positions"))),
         query_starts(nb::cast<Array<std::int32_t>>(batch.attr("query_starts"))),
         logit_rows(nb::cast<Array<std::int32_t>>(batch.attr("logit_rows"))),
-        slot_mapping(nb::cast<Array<std::int64_t>>(batch.attr("slot_mapping"))),
-        block_tables(nb::cast<Array<std::int32_t, 2>>(batch.attr("block_tables"))) {}
+        slot_mapping(nb::cast<Array<std::int64_t, 2>>(batch.attr("slot_mapping"))),
+        block_tables(nb::cast<Array<std::int32_t, 3>>(batch.attr("block_tables"))) {}
 
   Step step() const {
     const std::size_t tokens = token_ids.shape(0);
-    if (positions.shape(0) != tokens || slot_mapping.shape(0) != tokens || query_starts.shape(0) < 2 ||
-        block_tables.shape(0) != query_starts.shape(0) - 1) {
+    if (positions.shape(0) != tokens || slot_mapping.shape(1) != tokens || query_starts.shape(0) < 2 ||
+        block_tables.shape(1) != query_starts.shape(0) - 1 || block_tables.shape(0) != slot_mapping.shape(0)) {
       throw std::invalid_argument("program: the arrays of a batch differ in length");
     }
     Step step;
     step.num_tokens = static_cast<std::int64_t>(tokens);
     step.num_logit_rows = static_cast<std::int64_t>(logit_rows.shape(0));
-    step.num_sequences = static_cast<int>(block_tables.shape(0));
+    step.num_groups = static_cast<int>(block_tables.shape(0));
+    step.num_sequences = static_cast<int>(block_tables.shape(1));
     step.token_ids = token_ids.data();
     step.positions = positions.data();
     step.slot_mapping = slot_mapping.data();
     step.query_starts = query_starts.data();
     step.block_tables = block_tables.data();
-    step.table_width = static_cast<std::int64_t>(block_tables.shape(1));
+    step.table_width = static_cast<std::int64_t>(block_tables.shape(2));
     step.logit_rows = logit_rows.data();
     return step;
   }
@@ -178,8 +180,8 @@ nb::dict roofline_of(Program& program) {
   return fields;
 }
 
-// Keys and values of a layer as they lie: uint16 [blocks, KV heads, panels, 16 * head_dim] each, shared memory; what other
-// layers keep of a block lies between.
+// Keys and values of a layer as they lie: uint16 [blocks, KV heads, panels, 16 * head_dim] each, shared memory. All blocks, also
+// those of other groups of layers; what other layers keep of a block lies between.
 nb::tuple kv_cache(const Program& program, int index) {
   const Runtime& runtime = program.runtime();
   const Cache& cache = runtime.caches.at(index);
@@ -268,7 +270,7 @@ void bind_program(nb::module_& m) {
            },
            "values"_a)
       .def("add_rotation", &Program::add_rotation, "frequencies"_a, "factor"_a)
-      .def("add_cache", &Program::add_cache, "kv_heads"_a, "head_dim"_a)
+      .def("add_cache", &Program::add_cache, "kv_heads"_a, "head_dim"_a, "group"_a)
       .def("embed", [](Program& p, int weight, float scale, Place out) { p.embed(weight, scale, view(out)); },
            "weight"_a, "scale"_a, "out"_a)
       .def("select_rows", [](Program& p, Place x, Place out) { p.select_rows(view(x), view(out)); }, "x"_a, "out"_a)
@@ -306,15 +308,20 @@ void bind_program(nb::module_& m) {
       .def("softcap", &Program::softcap, "cap"_a)
       .def("allocate_kv_cache", &Program::allocate_kv_cache, "num_blocks"_a, "block_size"_a,
            nb::call_guard<nb::gil_scoped_release>())
-      .def("copy_blocks",
-           [](Program& p, Array<std::int64_t, 2> pairs) {
-             if (pairs.shape(1) != 2) throw std::invalid_argument("program: copies are pairs of blocks");
-             std::vector<BlockCopy> copies;
-             for (std::size_t i = 0; i < pairs.shape(0); ++i) copies.push_back({pairs(i, 0), pairs(i, 1)});
+      .def("allocate_swap_space", &Program::allocate_swap_space, "num_blocks"_a, "descriptor"_a.none(),
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("move_blocks",
+           [](Program& p, Array<std::int64_t, 2> rows) {
+             if (rows.shape(1) != 3) throw std::invalid_argument("program: moves are rows of kind, source and destination");
+             std::vector<BlockMove> moves;
+             for (std::size_t i = 0; i < rows.shape(0); ++i) {
+               if (rows(i, 0) < 0 || rows(i, 0) > 2) throw std::invalid_argument("program: a kind of move is 0, 1 or 2");
+               moves.push_back({static_cast<BlockMove::Kind>(rows(i, 0)), rows(i, 1), rows(i, 2)});
+             }
              nb::gil_scoped_release released;
-             p.copy_blocks(copies);
+             p.move_blocks(moves);
            },
-           "pairs"_a)
+           "moves"_a)
       .def("kv_cache", &kv_cache, "cache"_a)
       .def("set_cascade", &Program::set_cascade, "on"_a)
       .def_prop_ro("shared_positions", &Program::shared_positions)

@@ -23,6 +23,15 @@ class Memory {
     if (large_pages) madvise(data, bytes, MADV_HUGEPAGE);  // only advice: a kernel without them does without
     data_ = data;
   }
+  // What is written there goes to a file, which must be as long, and which the system writes out as it sees fit.
+  static Memory of_file(int descriptor, std::size_t bytes) {
+    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (data == MAP_FAILED) throw std::bad_alloc();
+    Memory memory;
+    memory.data_ = data;
+    memory.bytes_ = bytes;
+    return memory;
+  }
   ~Memory() {
     if (data_ != nullptr) munmap(data_, bytes_);
   }

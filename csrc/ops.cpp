@@ -123,9 +123,10 @@ void StoreOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t 
   const Cache& cache = runtime.caches[cache_];
   const Rows k = runtime.at(out_), v = runtime.at(v_);
   const KvCache layout = runtime.layout(cache);
+  const std::int64_t* slots = runtime.step.slots(cache.group);
   for (std::int64_t i = begin; i < end; ++i) {
-    const std::int64_t block = runtime.step.slot_mapping[i] / runtime.block_size;
-    const int slot = static_cast<int>(runtime.step.slot_mapping[i] % runtime.block_size);
+    const std::int64_t block = slots[i] / runtime.block_size;
+    const int slot = static_cast<int>(slots[i] % runtime.block_size);
     const int lane = slot % kPanel;
     for (int head = 0; head < cache.kv_heads; ++head) {
       const std::int64_t offset = layout.offset(block, head, slot / kPanel);
@@ -196,11 +197,12 @@ void SoftcapOp::run(const Runtime& runtime, Share share) {
 void AttentionOp::run(const Runtime& runtime, Share) {
   const Step& step = runtime.step;
   const AttentionPlan& plan = runtime.attention_plans[plan_];
+  const Cache& cache = runtime.caches[cache_];
   const std::vector<AttentionUnit>& all = plan.units();
   Attention op;
   op.q = runtime.at(q_);
   op.out = runtime.at(out_);
-  op.cache = runtime.layout(runtime.caches[cache_]);
+  op.cache = runtime.layout(cache);
   op.heads = heads_;
   op.window = plan.window();
   op.scale = scale_;
@@ -208,7 +210,7 @@ void AttentionOp::run(const Runtime& runtime, Share) {
   const auto count = static_cast<std::int64_t>(all.size());
   for (std::int64_t i = units_.take(); i < count; i = units_.take()) {
     const AttentionUnit& unit = all[i];
-    op.block_table = step.block_tables + unit.sequence * step.table_width;
+    op.block_table = step.table(cache.group, unit.sequence);
     if (unit.whole()) {
       op.first = step.query_starts[unit.sequence];
       op.count = step.query_starts[unit.sequence + 1] - op.first;

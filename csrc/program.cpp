@@ -90,10 +90,12 @@ int Program::add_rotation(std::vector<float> frequencies, float factor) {
   return static_cast<int>(runtime_.rotations.size()) - 1;
 }
 
-int Program::add_cache(int kv_heads, int head_dim) {
+int Program::add_cache(int kv_heads, int head_dim, int group) {
   require(kv_heads > 0 && head_dim > 0 && head_dim % kPanel == 0 && head_dim <= 256,
           "the head dimension must be a multiple of 16 up to 256");
-  runtime_.caches.push_back({kv_heads, head_dim});
+  require(group >= 0 && group < (1 << 16), "groups count from 0, and are few");
+  runtime_.num_groups = std::max(runtime_.num_groups, group + 1);
+  runtime_.caches.push_back({kv_heads, head_dim, group});
   return static_cast<int>(runtime_.caches.size()) - 1;
 }
 
@@ -152,9 +154,9 @@ void Program::attention(View q, int cache, int heads, int window, float scale, f
   for (View view : {q, out}) check_view(view, heads * target.head_dim);
   auto& plans = runtime_.attention_plans;
   auto plan = std::find_if(plans.begin(), plans.end(), [&](const AttentionPlan& known) {
-    return known.serves(heads, target.kv_heads, target.head_dim, window);
+    return known.serves(heads, target.kv_heads, target.head_dim, window, target.group);
   });
-  if (plan == plans.end()) plan = plans.emplace(plan, heads, target.kv_heads, target.head_dim, window);
+  if (plan == plans.end()) plan = plans.emplace(plan, heads, target.kv_heads, target.head_dim, window, target.group);
   ++plan->layers;
   const int index = static_cast<int>(plan - plans.begin());
   body_.push_back(std::make_unique<AttentionOp>(q, cache, index, heads, scale, softcap, out));
@@ -192,15 +194,17 @@ void Program::allocate_kv_cache(std::int64_t num_blocks, int block_size) {
   require(num_blocks > 0, "a KV cache needs blocks");
   pool_.require_own_process();
   const std::lock_guard lock(mutex_);
-  num_blocks_ = 0;
+  num_blocks_ = num_swap_blocks_ = 0;
   runtime_.kv_memory = nullptr;
-  std::int64_t stride = 0;
+  runtime_.swap_memory = Memory();
+  std::vector<std::int64_t> sizes(runtime_.num_groups);
   for (Cache& cache : runtime_.caches) {
     const std::int64_t size = std::int64_t{block_size} * cache.kv_heads * cache.head_dim;
-    cache.keys = stride;
-    cache.values = stride + size;
-    stride += 2 * size;
+    cache.keys = sizes[cache.group];
+    cache.values = cache.keys + size;
+    sizes[cache.group] += 2 * size;
   }
+  const std::int64_t stride = sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
   std::int64_t bytes = 0;
   if (__builtin_mul_overflow(num_blocks, stride * static_cast<std::int64_t>(sizeof(bf16)), &bytes)) throw std::bad_alloc();
   runtime_.kv_memory = std::make_shared<Memory>(bytes, true);
@@ -215,21 +219,40 @@ std::int64_t Program::shared_positions() const {
   return total;
 }
 
-void Program::copy_blocks(std::span<const BlockCopy> copies) {
+void Program::allocate_swap_space(std::int64_t num_blocks, std::optional<int> descriptor) {
   pool_.require_own_process();
   const std::lock_guard lock(mutex_);
-  require(num_blocks_ > 0, "allocate_kv_cache comes before copy_blocks");
-  for (const BlockCopy& copy : copies) {
-    require(copy.source >= 0 && copy.source < num_blocks_ && copy.destination >= 0 && copy.destination < num_blocks_,
+  require(num_blocks_ > 0, "allocate_kv_cache comes before allocate_swap_space");
+  require(num_blocks > 0, "a host tier needs blocks");
+  num_swap_blocks_ = 0;
+  runtime_.swap_memory = Memory();
+  std::int64_t bytes = 0;
+  if (__builtin_mul_overflow(num_blocks, block_bytes(), &bytes)) throw std::bad_alloc();
+  runtime_.swap_memory = descriptor ? Memory::of_file(*descriptor, bytes) : Memory(bytes, true);
+  num_swap_blocks_ = num_blocks;
+}
+
+void Program::move_blocks(std::span<const BlockMove> moves) {
+  pool_.require_own_process();
+  const std::lock_guard lock(mutex_);
+  require(num_blocks_ > 0, "allocate_kv_cache comes before move_blocks");
+  const auto within = [](std::int64_t block, std::int64_t count) { return block >= 0 && block < count; };
+  for (const BlockMove& move : moves) {
+    const bool in = move.kind == BlockMove::Kind::kSwapIn, out = move.kind == BlockMove::Kind::kSwapOut;
+    require((in || within(move.source, num_blocks_)) && (out || within(move.destination, num_blocks_)),
             "block outside the KV cache");
+    require((!in || within(move.source, num_swap_blocks_)) && (!out || within(move.destination, num_swap_blocks_)),
+            "block outside the host tier");
   }
-  bf16* base = runtime_.kv_memory->as<bf16>();
-  const std::int64_t stride = runtime_.block_stride;
-  pool_.run([&](int thread) {  // a thread takes the same part of each block, so that copies are done in order
-    const std::int64_t begin = stride * thread / num_threads(), end = stride * (thread + 1) / num_threads();
-    for (const BlockCopy& copy : copies) {
-      if (copy.source == copy.destination) continue;
-      std::memcpy(base + copy.destination * stride + begin, base + copy.source * stride + begin, (end - begin) * sizeof(bf16));
+  char* cache = runtime_.kv_memory->as<char>();
+  char* host = runtime_.swap_memory.as<char>();
+  const std::int64_t size = block_bytes();
+  pool_.run([&](int thread) {  // a thread takes the same part of each block, so that moves are done in order
+    const std::int64_t begin = size * thread / num_threads(), end = size * (thread + 1) / num_threads();
+    for (const BlockMove& move : moves) {
+      const char* from = (move.kind == BlockMove::Kind::kSwapIn ? host : cache) + move.source * size;
+      char* to = (move.kind == BlockMove::Kind::kSwapOut ? host : cache) + move.destination * size;
+      if (from != to) std::memcpy(to + begin, from + begin, end - begin);
     }
   });
 }
@@ -247,10 +270,9 @@ void Program::check(const Step& step) const {
   require(step.num_sequences >= 1 && step.query_starts[0] == 0 &&
               step.query_starts[step.num_sequences] == step.num_tokens,
           "query_starts do not span the tokens");
+  require(step.num_groups == runtime_.num_groups, "slot_mapping and block_tables come for each group of layers");
   for (std::int64_t i = 0; i < step.num_tokens; ++i) {
     require(step.token_ids[i] >= 0 && step.token_ids[i] < vocab_size_, "token id outside the vocabulary");
-    require(step.slot_mapping[i] >= 0 && step.slot_mapping[i] < num_blocks_ * runtime_.block_size,
-            "slot outside the KV cache");
   }
   for (int r = 0; r < step.num_sequences; ++r) {
     const int first = step.query_starts[r], last = step.query_starts[r + 1] - 1;
@@ -259,13 +281,28 @@ void Program::check(const Step& step) const {
     for (int i = first; i <= last; ++i) {
       require(step.positions[i] == step.positions[first] + i - first, "positions of a sequence have gaps");
     }
-    const int blocks = step.positions[last] / runtime_.block_size + 1;
-    require(blocks <= step.table_width, "a block table is shorter than its sequence");
-    const std::int32_t* table = step.block_tables + r * step.table_width;
-    for (int i = 0; i < blocks; ++i) require(table[i] >= 0 && table[i] < num_blocks_, "block outside the KV cache");
+    require(step.positions[last] / runtime_.block_size < step.table_width, "a block table is shorter than its sequence");
   }
+  for (int group = 0; group < step.num_groups; ++group) check_group(step, group);
   for (std::int64_t i = 0; i < step.num_logit_rows; ++i) {
     require(step.logit_rows[i] >= 0 && step.logit_rows[i] < step.num_tokens, "logit row outside the step");
+  }
+}
+
+void Program::check_group(const Step& step, int group) const {
+  const auto outside = [&](const char* what) {
+    return std::invalid_argument(std::string("program: ") + what + " outside the KV cache, in group " + std::to_string(group));
+  };
+  const std::int64_t* slots = step.slots(group);
+  for (std::int64_t i = 0; i < step.num_tokens; ++i) {
+    if (slots[i] < 0 || slots[i] >= num_blocks_ * runtime_.block_size) throw outside("slot");
+  }
+  for (int r = 0; r < step.num_sequences; ++r) {
+    const std::int32_t* table = step.table(group, r);
+    const int blocks = step.positions[step.query_starts[r + 1] - 1] / runtime_.block_size + 1;
+    for (int i = 0; i < blocks; ++i) {
+      if (table[i] < 0 || table[i] >= num_blocks_) throw outside("block");
+    }
   }
 }
 

@@ -1,7 +1,7 @@
 // A flat program of ops over named buffers, and its runner: one call a step, on the program's own threads.
 //
 //   build     add_buffer, add_weight + pack, add_vector, add_rotation, add_cache, then ops in the order in which they run
-//   once      allocate_kv_cache
+//   once      allocate_kv_cache, allocate_swap_space
 //   a step    body ops over T rows ── select_rows ── body ops over S rows ┐
 //             for each slice of S: logits ── softcap ── sample, copy out  ┘  barriers between ops, one wake
 #pragma once
@@ -33,7 +33,10 @@ struct LogitsUse {
   float* copies = nullptr;                   // [copy_rows, vocabulary]
 };
 
-struct BlockCopy {
+// A whole block goes from one place to another; BlockMove of octavo/core/plan.py.
+struct BlockMove {
+  enum class Kind { kCopy, kSwapOut, kSwapIn };  // within the cache; to the host tier; back from there
+  Kind kind;
   std::int64_t source, destination;
 };
 
@@ -53,7 +56,8 @@ class Program {
                    int first, int count);
   int add_vector(std::vector<float> values);
   int add_rotation(std::vector<float> frequencies, float factor);
-  int add_cache(int kv_heads, int head_dim);
+  // group: of the layers whose keys and values share blocks, and so a block table.
+  int add_cache(int kv_heads, int head_dim, int group);
 
   void embed(int weight, float scale, View out);
   void select_rows(View x, View out);
@@ -67,11 +71,14 @@ class Program {
   void logits(View x, int weight);
   void softcap(float cap);
 
-  // Zeroed lazily by the system; a cache that was there is dropped. block_size: a multiple of 16.
+  // Zeroed lazily by the system; a cache that was there is dropped, and so is its host tier. block_size: a multiple of 16.
   void allocate_kv_cache(std::int64_t num_blocks, int block_size);
 
-  // Copies whole blocks of all layers, one after the other. Raises as `step` does.
-  void copy_blocks(std::span<const BlockCopy> copies);
+  // The host tier, room for `num_blocks` blocks: in memory, lazily committed, or in a file that has the room.
+  void allocate_swap_space(std::int64_t num_blocks, std::optional<int> descriptor);
+
+  // Copies whole blocks, one after the other. Raises as `step` does.
+  void move_blocks(std::span<const BlockMove> moves);
 
   // Runs one step; steps of two threads run one after the other. Raises std::invalid_argument, before anything is
   // written, for ids, slots, blocks or rows that are out of range: a step never leaves its memory. Raises
@@ -97,6 +104,7 @@ class Program {
   int num_threads() const { return pool_.num_threads(); }
   int vocab_size() const { return vocab_size_; }
   std::int64_t weight_bytes() const;
+  std::int64_t block_bytes() const { return runtime_.block_stride * static_cast<std::int64_t>(sizeof(bf16)); }
   const Runtime& runtime() const { return runtime_; }
 
  private:
@@ -105,6 +113,7 @@ class Program {
   void check_view(View view, int width, bool stream = false) const;
   void check_operand(View view, int k) const;
   void check(const Step& step) const;
+  void check_group(const Step& step, int group) const;
   void grow(const Step& step);
   void prepare(std::vector<std::unique_ptr<Op>>& ops);
   void run(std::vector<std::unique_ptr<Op>>& ops, std::size_t first, Share share);
@@ -118,7 +127,7 @@ class Program {
   std::mutex mutex_;  // of step and of the caches
   std::vector<std::unique_ptr<Op>> body_, head_;
   int vocab_size_ = 0;
-  std::int64_t num_blocks_ = 0;
+  std::int64_t num_blocks_ = 0, num_swap_blocks_ = 0;
   bool cascade_ = true;
   std::int64_t capacity_[2] = {0, 0};  // rows of T and of S that the buffers hold
   Memory logits_;

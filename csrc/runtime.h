@@ -11,19 +11,25 @@
 
 namespace octavo {
 
-// One step's arrays, in the caller's memory; see Batch in octavo/backends/base.py.
+// One step's arrays, in the caller's memory; see Batch in octavo/backends/base.py. G: groups of layers that share blocks.
 struct Step {
   std::int64_t num_tokens = 0;                // T
   std::int64_t num_logit_rows = 0;            // S
   int num_sequences = 0;                      // R
   const std::int32_t* token_ids = nullptr;    // [T]
   const std::int32_t* positions = nullptr;    // [T]
-  const std::int64_t* slot_mapping = nullptr; // [T]
+  int num_groups = 0;                         // G
+  const std::int64_t* slot_mapping = nullptr; // [G, T]
   const std::int32_t* query_starts = nullptr; // [R + 1]
-  const std::int32_t* block_tables = nullptr; // [R, table_width]
+  const std::int32_t* block_tables = nullptr; // [G, R, table_width]
   std::int64_t table_width = 0;
   int block_size = 0;                         // tokens of a block; the program's own
   const std::int32_t* logit_rows = nullptr;   // [S]
+
+  const std::int64_t* slots(int group) const { return slot_mapping + group * num_tokens; }
+  const std::int32_t* table(int group, int sequence) const {
+    return block_tables + (std::int64_t{group} * num_sequences + sequence) * table_width;
+  }
 };
 
 // Activations of T rows, or of the S rows whose logits are needed. Several values may follow each other in one buffer,
@@ -58,12 +64,12 @@ struct RotationTable {
   Memory cos, sin;                 // [T, half]
 };
 
-// Keys and values of one layer. A block holds those of all layers, one after the other, so that it can be copied as one piece
-// of memory, and so that a few large pages hold all of a short sequence:
+// Keys and values of one layer. A block holds those of all layers of one group, one after the other, so that it can be copied as
+// one piece of memory, and so that a few large pages hold all of a short sequence. All blocks are as large as the largest group's:
 //
-//   block 0: layer 0 keys | layer 0 values | layer 1 keys | ...     block 1: layer 0 keys | ...
+//   block of group 0: layer 5 keys | layer 5 values | layer 11 keys | ...      of group 1: layer 0 keys | layer 0 values | ...
 struct Cache {
-  int kv_heads = 0, head_dim = 0;
+  int kv_heads = 0, head_dim = 0, group = 0;
   std::int64_t keys = 0, values = 0;  // where they begin in a block, elements
 };
 
@@ -77,8 +83,10 @@ struct Runtime {
   std::vector<std::vector<float>> vectors;  // norm weights and biases
   std::vector<RotationTable> rotations;
   std::vector<Cache> caches;
+  int num_groups = 0;                 // of the caches
   std::shared_ptr<Memory> kv_memory;  // of all blocks; shared with whoever looks into it from outside
-  std::int64_t block_stride = 0;      // elements of a block, all layers
+  Memory swap_memory;                 // the host tier: whole blocks that gave their place up
+  std::int64_t block_stride = 0;      // elements of a block
   std::vector<AttentionPlan> attention_plans;
   int block_size = 0;
 

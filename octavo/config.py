@@ -114,10 +114,16 @@ class EngineConfig:
         default=True, metadata={"help": "reuse the KV blocks of equal prefixes, also of requests that are finished"}
     )
     scheduling_policy: Policy = field(default="fcfs", metadata={"help": "order of requests"})
-    preemption_mode: Literal["auto", "recompute"] = field(
-        default="auto", metadata={"help": "what happens to a sequence that loses its blocks"}
+    preemption_mode: Literal["auto", "recompute", "swap"] = field(
+        default="auto",
+        metadata={"help": "how a sequence that lost its blocks comes back; auto: whichever takes less time"},
     )
-    swap_space_bytes: int = field(default=0, metadata={"help": "host memory for swapped-out blocks (only 0 as yet)"})
+    swap_space_bytes: int = field(
+        default=0, metadata={"help": "size of the host tier, which keeps KV blocks that had to leave the pool"}
+    )
+    swap_directory: str | None = field(
+        default=None, metadata={"help": "where the host tier's file is made, which has no name; RAM"}
+    )
     num_threads: int | None = field(default=None, metadata={"help": "compute threads; all cores the process may use"})
     fast_math: bool = field(
         default=False,
@@ -134,6 +140,7 @@ class EngineConfig:
         _one_of("backend", self.backend, "auto", "cpu", "torch")
         _one_of("dtype", self.dtype, "auto", "float32", "bfloat16")
         _one_of("kv_cache_dtype", self.kv_cache_dtype, "auto", "float32", "bfloat16")
+        _one_of("preemption_mode", self.preemption_mode, "auto", "recompute", "swap")
         _one_of("scheduling_policy", self.scheduling_policy, "fcfs", "priority")
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), str(f.type))
@@ -142,17 +149,26 @@ class EngineConfig:
                 _between(name, getattr(self, name), 1, most)
         if self.kv_cache_memory_bytes is not None and self.num_kv_blocks is not None:
             raise ConfigError("kv_cache_memory_bytes and num_kv_blocks both size the KV pool: give one of them")
+        self._check_swap()
         self._refuse_what_comes_later()
+
+    def _check_swap(self) -> None:
+        _between("swap_space_bytes", self.swap_space_bytes, 0, 2**60)
+        if self.swap_space_bytes > 0 and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"swap_space_bytes={self.swap_space_bytes}: swapped blocks are found again as cached prefixes are; "
+                "leave enable_prefix_caching on, or give 0"
+            )
+        for name, value, needs in (
+            ("preemption_mode", self.preemption_mode, self.preemption_mode == "swap"),
+            ("swap_directory", self.swap_directory, self.swap_directory is not None),
+        ):
+            if needs and self.swap_space_bytes == 0:
+                raise ConfigError(f"{name}={value!r} needs swap_space_bytes, which is 0; give the bytes to swap to")
 
     def _refuse_what_comes_later(self) -> None:
         if self.quantization not in (None, "none"):
             raise ConfigError(f"quantization={self.quantization!r} is not supported yet; use None or 'none'")
-        if self.preemption_mode not in ("auto", "recompute"):
-            raise ConfigError(
-                f"preemption_mode={self.preemption_mode!r} is not supported yet; use 'auto' or 'recompute'"
-            )
-        if self.swap_space_bytes != 0:
-            raise ConfigError(f"swap_space_bytes={self.swap_space_bytes}: swapping is not supported yet; use 0")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) != 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: parallel workers are not supported yet; use 1")

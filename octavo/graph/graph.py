@@ -67,6 +67,14 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers whose keys and values share blocks: a block of the KV cache holds those of all of them, and no others."""
+
+    window: int | None  # a token sees itself and the window - 1 before it; what lies further back need not be kept
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
     """A model, or a part of one, as a flat list of nodes in the order in which they run.
 
@@ -87,6 +95,37 @@ class Graph:
         """(num_kv_heads, head_dim) of the KV cache of each layer that has one."""
         attention = [node for node in self.nodes if node.op == "attention"]
         return {node.integer("layer"): (node.integer("num_kv_heads"), node.integer("head_dim")) for node in attention}
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """How the layers share blocks; groups that keep everything come first.
+
+        Layers of one kind (window and shape) are cut into groups of as many as the rarest kind has, so that blocks of
+        all groups hold about equally much and can come from one pool. Gemma 3 270M, 15 local and 3 global layers::
+
+            layers   0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17     G: global
+                               G            G                 G
+            groups   (5 11 17) (0 1 2) (3 4 6) (7 8 9) (10 12 13) (14 15 16)
+        """
+        kinds: dict[tuple[int | None, int, int], list[int]] = {}
+        for node in self.nodes:
+            if node.op == "attention":
+                window = None if node.attrs["window"] is None else node.integer("window")
+                kind = (window, node.integer("num_kv_heads"), node.integer("head_dim"))
+                kinds.setdefault(kind, []).append(node.integer("layer"))
+        size = min(map(len, kinds.values()), default=1)
+        groups = [
+            KVGroup(window, tuple(layers[first : first + size]))
+            for (window, _, _), layers in kinds.items()
+            for first in range(0, len(layers), size)
+        ]
+        return tuple(sorted(groups, key=lambda group: group.window is not None))
+
+    @property
+    def kv_block_width(self) -> int:
+        """Numbers that a block of the KV cache holds of each of its tokens: those of the largest group."""
+        shapes = self.kv_shapes
+        return max((sum(2 * shapes[i][0] * shapes[i][1] for i in group.layers) for group in self.kv_groups), default=0)
 
     def check_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Hold a checkpoint against the graph before anything is loaded.

@@ -1,12 +1,16 @@
-"""How much memory the KV cache gets, and how many blocks that is."""
+"""How much memory the KV cache and its host tier get, and how many blocks that is."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from octavo.backends.base import Backend
 from octavo.config import KV_MEMORY_SHARE, EngineConfig, ModelConfig
 from octavo.errors import ConfigError
+from octavo.graph import KVGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,63 +20,134 @@ class MemoryPlan:
     memory_limit: int  # what the process may use: physical memory, or its cgroup's limit
     weight_bytes: int
     kv_bytes_per_token: int
+    kv_groups: tuple[KVGroup, ...]  # of layers that share blocks; a sequence has a block table for each
     block_size: int  # tokens
+    block_bytes: int
     num_blocks: int
+    num_swap_blocks: int  # of the host tier
+    swap_directory: str | None  # of the host tier's file; None: it is in RAM
     max_model_len: int  # tokens
+    blocks_of_longest: int  # that a sequence of max_model_len tokens may hold at once
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each group of layers."""
+        return tuple(group.window for group in self.kv_groups)
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_blocks * self.block_size * self.kv_bytes_per_token
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def swap_bytes(self) -> int:
+        return self.num_swap_blocks * self.block_bytes
 
     @property
     def full_context_requests(self) -> float:
         """How many requests of the longest context fit at once."""
-        return self.num_blocks / -(-self.max_model_len // self.block_size)
+        return self.num_blocks / self.blocks_of_longest
 
 
 class CacheEngine:
-    """Plans the KV pool of one worker and has the backend allocate it."""
+    """Plans the KV pool of one worker and its host tier, and has the backend allocate them."""
 
     def __init__(self, backend: Backend, config: EngineConfig, model: ModelConfig) -> None:
         self.plan = plan_memory(config, model, backend)
         backend.allocate_kv_cache(self.plan.num_blocks)
+        if self.plan.num_swap_blocks > 0:
+            directory = None if config.swap_directory is None else Path(config.swap_directory)
+            backend.allocate_swap_space(self.plan.num_swap_blocks, directory)
+
+
+def blocks_of_sequence(length: int, windows: Sequence[int | None], block_size: int, max_num_batched_tokens: int) -> int:
+    """Blocks that a sequence of `length` tokens may hold at once, over all groups of layers.
+
+    A group with a window holds what the tokens of one step see and store, wherever in its blocks that begins.
+    """
+    whole = -(-length // block_size)
+    return sum(
+        whole if window is None else min(whole, (window - 1 + max_num_batched_tokens - 1) // block_size + 2)
+        for window in windows
+    )
 
 
 def plan_memory(config: EngineConfig, model: ModelConfig, backend: Backend) -> MemoryPlan:
-    """Sizes the pool by what the user said, else by a share of the memory that the weights leave.
+    """Sizes the pool by what the user said, else by a share of the memory that weights and swap space leave.
 
     Raises:
-        ConfigError: the context is longer than the model's, or does not fit into the pool.
+        ConfigError: the context is longer than the model's, or does not fit into the pool; or not a single block fits
+            into the memory.
     """
-    limit, weights, per_token = backend.memory_limit(), backend.weight_bytes, backend.kv_bytes_per_token
-    block_bytes = config.block_size * per_token
     wanted_len = config.max_model_len or model.max_position
     if wanted_len > model.max_position:
         raise ConfigError(
             f"max_model_len={wanted_len}: the model was made for at most {model.max_position} tokens; give that or less"
         )
-    if config.num_kv_blocks is not None:
-        num_blocks = config.num_kv_blocks
-    elif config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // block_bytes
-        if num_blocks < 1:
-            raise ConfigError(
-                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: one block of {config.block_size} tokens alone "
-                f"takes {block_bytes} bytes; give that or more"
-            )
-    else:
-        share = int(KV_MEMORY_SHARE * max(limit - weights, 0)) // block_bytes
-        useful = config.max_num_seqs * -(-wanted_len // config.block_size)
-        num_blocks = min(share, useful)
-        if num_blocks < 1:
-            raise ConfigError(
-                f"no memory is left for the KV cache: the limit is {limit} bytes, the weights take {weights}, and one "
-                f"block of {config.block_size} tokens {block_bytes}; use a smaller model or block_size"
-            )
-    capacity = num_blocks * config.block_size
+    windows = [group.window for group in backend.kv_groups]
+
+    def held(length: int) -> int:
+        return blocks_of_sequence(length, windows, config.block_size, config.max_num_batched_tokens)
+
+    num_swap_blocks = _num_swap_blocks(config, backend)
+    num_blocks = _num_blocks(config, backend, most=config.max_num_seqs * held(wanted_len))
+    capacity = bisect_right(range(wanted_len + 1), num_blocks, key=held) - 1  # the longest that fits
+    if capacity < 1:
+        raise ConfigError(
+            f"the KV pool of {num_blocks} blocks does not hold a single token, which takes a block in each of the "
+            f"model's {len(windows)} groups of layers; give a pool of {held(1)} blocks or more"
+        )
     if config.max_model_len is not None and config.max_model_len > capacity:
         raise ConfigError(
             f"max_model_len={config.max_model_len} does not fit into the KV pool of {num_blocks} blocks "
             f"({capacity} tokens); lower it to {capacity}, or give a larger pool"
         )
-    return MemoryPlan(limit, weights, per_token, config.block_size, num_blocks, min(wanted_len, capacity))
+    return MemoryPlan(
+        memory_limit=backend.memory_limit(),
+        weight_bytes=backend.weight_bytes,
+        kv_bytes_per_token=backend.kv_bytes_per_token,
+        kv_groups=backend.kv_groups,
+        block_size=config.block_size,
+        block_bytes=backend.block_bytes,
+        num_blocks=num_blocks,
+        num_swap_blocks=num_swap_blocks,
+        swap_directory=config.swap_directory,
+        max_model_len=capacity,
+        blocks_of_longest=held(capacity),
+    )
+
+
+def _num_swap_blocks(config: EngineConfig, backend: Backend) -> int:
+    num_blocks = config.swap_space_bytes // backend.block_bytes
+    if config.swap_space_bytes > 0 and num_blocks < 1:
+        raise ConfigError(
+            f"swap_space_bytes={config.swap_space_bytes}: {_one_block(config, backend)}; give that or more, or 0"
+        )
+    return num_blocks
+
+
+def _num_blocks(config: EngineConfig, backend: Backend, *, most: int) -> int:
+    """Of the pool; `most` is what can be of use."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    if config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // backend.block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: {_one_block(config, backend)}; "
+                "give that or more"
+            )
+        return num_blocks
+    limit, weights = backend.memory_limit(), backend.weight_bytes
+    swap = config.swap_space_bytes if config.swap_directory is None and backend.cache_in_ram else 0
+    num_blocks = min(int(KV_MEMORY_SHARE * max(limit - weights - swap, 0)) // backend.block_bytes, most)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no memory is left for the KV cache: the limit is {limit} bytes, the weights take {weights}, swap space "
+            f"in RAM {swap}, and one block of {config.block_size} tokens {backend.block_bytes}; use a smaller model, "
+            "block_size or swap_space_bytes"
+        )
+    return num_blocks
+
+
+def _one_block(config: EngineConfig, backend: Backend) -> str:
+    return f"one block of {config.block_size} tokens alone takes {backend.block_bytes} bytes"

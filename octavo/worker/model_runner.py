@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,25 +37,34 @@ class ModelRunner:
     def __init__(self, backend: Backend, *, block_size: int, max_num_seqs: int, max_model_len: int) -> None:
         self.backend = backend
         self.block_size = block_size
-        self.slots = RequestSlots(max_num_seqs, max_model_len, block_size)
+        self.slots = RequestSlots(max_num_seqs, max_model_len, block_size, len(backend.kv_groups))
 
     def execute(self, plan: StepPlan) -> StepResult:
         slots = self.slots.apply(plan)
-        if plan.copies:
-            self.backend.copy_blocks(list(plan.copies.values()))
+        move_seconds = self._move_blocks(plan)
         starts = np.array(plan.starts, np.int64)
         counts = np.array(plan.num_tokens, np.int64)
         logit_rows = self._logit_rows(plan, slots, starts, counts)
         computing = counts > 0  # the others sample from a row of the sequence before them
         batch = self._batch(slots[computing], starts[computing], counts[computing], logit_rows.row)
         sampled = self.backend.execute(batch, self._sampling_rows(slots, starts + counts, logit_rows))
-        return self._result(plan, slots, logit_rows, sampled)
+        result = self._result(plan, slots, logit_rows, sampled)
+        result.move_seconds = move_seconds
+        return result
+
+    def _move_blocks(self, plan: StepPlan) -> float:
+        """The seconds that it took."""
+        if not plan.moves:
+            return 0.0
+        start = time.perf_counter()
+        self.backend.move_blocks(plan.moves)
+        return time.perf_counter() - start
 
     def _batch(self, slots: Index, starts: NDArray[np.int64], counts: NDArray[np.int64], logit_rows: Index) -> Batch:
         query_starts = np.concatenate([[0], np.cumsum(counts)])
         row_slots = np.repeat(slots, counts)
         positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, counts)
-        blocks = self.slots.block_table[row_slots, positions // self.block_size].astype(np.int64)
+        blocks = self.slots.block_table[:, row_slots, positions // self.block_size].astype(np.int64)  # [G, T]
         most_blocks = self.slots.num_blocks[slots].max()
         return Batch(
             token_ids=self.slots.tokens[row_slots, positions],
@@ -67,9 +77,9 @@ class ModelRunner:
         )
 
     def _block_tables(self, slots: Index, width: int) -> NDArray[np.int32]:
-        """Rows keep what earlier tenants of their slots wrote: blank it, so that no stale block is ever named."""
-        tables = self.slots.block_table[slots, :width]
-        tables[np.arange(width) >= self.slots.num_blocks[slots, None]] = 0
+        """Rows keep what earlier tenants of their slots wrote: blank it, so that none of their blocks is ever named."""
+        tables = self.slots.block_table[:, slots, :width]
+        tables[:, np.arange(width) >= self.slots.num_blocks[slots, None]] = 0
         return tables
 
     def _logit_rows(
@@ -117,7 +127,8 @@ class ModelRunner:
         result = StepResult(token_ids=[-1] * len(plan.seq_ids))
         samples = (rows.target < 0) & (sampled.token_ids >= 0)
         owners = rows.owner[samples]
-        self.slots.append(slots[owners], sampled.token_ids[samples])
+        grows = ~self.slots.is_beam[slots[owners]]  # of the others, the group goes on with new sequences
+        self.slots.append(slots[owners[grows]], sampled.token_ids[samples][grows])
         for owner, token in zip(owners.tolist(), sampled.token_ids[samples].tolist(), strict=True):
             result.token_ids[owner] = token
         for i in np.flatnonzero(sampled.token_ids < 0):

@@ -20,6 +20,7 @@ class _Known:
     seed: int
     choice: int
     prompt_length: int
+    is_beam: bool
     features: tuple[Feature, ...]
     tokens: NDArray[np.int32]  # while it holds no slot; stale while it does
     logprobs_from: int = 1  # position of the first prompt token whose logprob was not reported yet
@@ -30,21 +31,22 @@ class RequestSlots:
 
     ::
 
-                    tokens [slot, position]        block_table [slot, block]    length  temperature  seed ...
-        slot 0      [ 11 12 13 14 42  .  . ]       [ 7 2 . . ]                  5       0.0          8
-        slot 1      [ 90 91  .  .  .  .  . ]       [ 5 . . . ]                  2       0.7          3
+                    tokens [slot, position]        block_table [0, slot, block]    length  temperature  seed ...
+        slot 0      [ 11 12 13 14 42  .  . ]       [ 7 2 . . ]                     5       0.0          8
+        slot 1      [ 90 91  .  .  .  .  . ]       [ 5 . . . ]                     2       0.7          3
         slot 2      (free)
 
-    Rows are committed to memory only as far as they were ever written.
+    There is a block table for each group of layers, and all of a slot are equally long. Block 0 stands where the plan
+    says NOTHING: nobody looks. Rows are committed to memory only as far as they were ever written.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int) -> None:
         self.block_size = block_size
         max_blocks = -(-max_model_len // block_size)
         self.tokens = np.empty((max_num_seqs, max_model_len + 1), np.int32)  # one more: a scored prompt may be full
-        self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.block_table = np.zeros((num_groups, max_num_seqs, max_blocks), np.int32)
         self.length = np.zeros(max_num_seqs, np.int32)  # known tokens
-        self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int32)  # of each group
         self.temperature = np.zeros(max_num_seqs, np.float64)
         self.top_k = np.zeros(max_num_seqs, np.int32)
         self.top_p = np.ones(max_num_seqs, np.float64)
@@ -53,6 +55,7 @@ class RequestSlots:
         self.choice = np.zeros(max_num_seqs, np.uint64)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self.is_beam = np.zeros(max_num_seqs, np.bool_)
         self._shaped: dict[int, _Known] = {}  # by slot: those that want their logits changed
         self._known: dict[int, _Known] = {}
         self._slot_of: dict[int, int] = {}
@@ -73,23 +76,28 @@ class RequestSlots:
         for new in plan.new:
             tokens = np.array(new.tokens, np.int32)
             features = features_of(new.params, new.bans)
-            self._known[new.seq_id] = _Known(new.params, new.seed, new.choice, new.prompt_length, features, tokens)
+            self._known[new.seq_id] = _Known(
+                new.params, new.seed, new.choice, new.prompt_length, new.is_beam, features, tokens
+            )
         slot_of = self._slot_of
         slots = np.array([slot_of[s] if s in slot_of else self._take_slot(s) for s in plan.seq_ids], np.intp)
-        starts = dict(zip(plan.seq_ids, plan.starts, strict=True)) if plan.copies else {}
-        for seq_id, (_, destination) in plan.copies.items():
-            slot = slot_of[seq_id]
-            if self.num_blocks[slot] > 0:  # else its table comes with the copy in it
-                self.block_table[slot, starts[seq_id] // self.block_size] = destination
+        self._put_in_tails(plan)
         for seq_id, blocks in plan.new_blocks.items():
             slot = slot_of[seq_id]
-            held = self.num_blocks[slot]
-            self.block_table[slot, held : held + len(blocks)] = blocks
-            self.num_blocks[slot] = held + len(blocks)
+            held, more = self.num_blocks[slot], len(blocks[0])
+            self.block_table[:, slot, held : held + more] = np.maximum(blocks, 0)
+            self.num_blocks[slot] = held + more
         return slots
 
+    def _put_in_tails(self, plan: StepPlan) -> None:
+        starts = dict(zip(plan.seq_ids, plan.starts, strict=True)) if plan.tails else {}
+        for seq_id, blocks in plan.tails.items():
+            slot = self._slot_of[seq_id]
+            if self.num_blocks[slot] > 0:  # else its table comes with the copies in it
+                self.block_table[:, slot, starts[seq_id] // self.block_size] = np.maximum(blocks, 0)
+
     def append(self, slots: NDArray[np.intp], tokens: NDArray[np.int32]) -> None:
-        """Each of these sequences has sampled a token."""
+        """Each of these sequences has sampled its next token."""
         self.tokens[slots, self.length[slots]] = tokens
         self.length[slots] += 1
 
@@ -126,6 +134,7 @@ class RequestSlots:
         self.choice[slot] = known.choice
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.num_prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.is_beam[slot] = known.is_beam
         if known.features:
             self._shaped[slot] = known
         return slot

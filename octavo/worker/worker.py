@@ -41,20 +41,49 @@ class BootReport:
             "kv_bytes_per_token": memory.kv_bytes_per_token,
             "num_blocks": memory.num_blocks,
             "block_size": memory.block_size,
+            "block_bytes": memory.block_bytes,
+            "windows": list(memory.windows),
+            "num_swap_blocks": memory.num_swap_blocks,
+            "swap_bytes": memory.swap_bytes,
+            "swap_directory": memory.swap_directory,
             "max_model_len": memory.max_model_len,
             "full_context_requests": memory.full_context_requests,
         }
 
     def __str__(self) -> str:
         memory = self.memory
-        return (
-            f"{self.model} ({self.family}) on {self.backend}, loaded in {self.load_seconds:.1f} s\n"
-            f"  weights {_size(memory.weight_bytes)}; KV {_size(memory.kv_bytes_per_token)} a token; pool of "
+        lines = [
+            f"{self.model} ({self.family}) on {self.backend}, loaded in {self.load_seconds:.1f} s",
+            f"weights {_size(memory.weight_bytes)}; KV {_size(memory.kv_bytes_per_token)} a token; pool of "
             f"{memory.num_blocks} blocks x {memory.block_size} tokens, {_size(memory.kv_bytes)} at most "
-            f"(process limit {_size(memory.memory_limit)})\n"
-            f"  context {memory.max_model_len} tokens; {memory.full_context_requests:.1f} requests of that length fit "
-            "at once" + ("" if self.note is None else f"\n  {self.note}")
-        )
+            f"(process limit {_size(memory.memory_limit)})",
+            *_group_lines(memory),
+            *_swap_lines(memory),
+            f"context {memory.max_model_len} tokens; {memory.full_context_requests:.1f} requests of that length fit "
+            "at once",
+            *([] if self.note is None else [self.note]),
+        ]
+        return "\n  ".join(lines)
+
+
+def _group_lines(memory: MemoryPlan) -> list[str]:
+    """What there is to say of a model whose layers do not all keep everything."""
+    layers: dict[int, int] = {}  # by window
+    for group in memory.kv_groups:
+        if group.window is not None:
+            layers[group.window] = layers.get(group.window, 0) + len(group.layers)
+    if not layers:
+        return []
+    largest, of_all = (how(len(group.layers) for group in memory.kv_groups) for how in (max, sum))
+    windows = ", ".join(f"{count} keep {window} tokens" for window, count in layers.items())
+    return [f"a block holds {memory.block_size} tokens of {largest} of {of_all} layers, of which {windows}"]
+
+
+def _swap_lines(memory: MemoryPlan) -> list[str]:
+    if memory.num_swap_blocks == 0:
+        return []
+    where = "RAM" if memory.swap_directory is None else f"a file in {memory.swap_directory}"
+    return [f"swap: {_size(memory.swap_bytes)} in {where} ({memory.num_swap_blocks} blocks)"]
 
 
 class Worker:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from octavo.backends.cpu import CpuBackend
+from octavo.core import NOTHING
 from octavo.weights import open_checkpoint
 from tests.backends.paged import Logits, Paged, graph
 
@@ -43,16 +44,24 @@ def load_native(
 class NativePaged(Paged):
     """Sequences on one native backend. Its cache holds nothing but NaN where no token was stored."""
 
-    def __init__(self, backend: CpuBackend, *, num_blocks: int = 64, block_size: int = BLOCK, seed: int = 0) -> None:
-        backend.allocate_kv_cache(num_blocks)
-        for cache in backend.kv_caches():
-            for part in cache:
-                part.fill(NAN)
+    def __init__(
+        self,
+        backend: CpuBackend,
+        *,
+        num_blocks: int = 64,
+        block_size: int = BLOCK,
+        seed: int = 0,
+        release: bool = False,
+    ) -> None:
         self.native = backend
-        self._block_size = block_size
-        self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
-        self._tables: dict[str, list[int]] = {}
-        self._lengths: dict[str, int] = {}
+        self._begin(backend, num_blocks, block_size, seed, release)
+        self._caches = backend.kv_caches()
+        self._spoil(slice(None))
+
+    def _spoil(self, blocks: slice | list[int]) -> None:
+        for cache in self._caches:
+            for part in cache:
+                part[blocks] = NAN
 
     def step(self, work: dict[str, Sequence[int]]) -> dict[str, Logits]:
         batch = self.batch(work)
@@ -60,10 +69,11 @@ class NativePaged(Paged):
 
     def fork(self, name: str, new: str, blocks: int) -> None:
         """A sequence that begins with the first `blocks` blocks of another, all of them full."""
-        self._tables[new] = self._tables[name][:blocks]
+        self._tables[new] = [table[:blocks] for table in self._tables[name]]
         self._lengths[new] = blocks * self._block_size
 
     def preempt(self, name: str) -> None:
         """Gives the blocks of a sequence back, as they are; it begins again at its first token."""
-        self._free[:0] = self._tables.pop(name)
+        for table in self._tables.pop(name):
+            self._free[:0] = [block for block in table if block != NOTHING]
         del self._lengths[name]

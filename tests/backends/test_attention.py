@@ -58,7 +58,8 @@ def test_equals_the_definition(
     contexts = [past + new for past, new in sequences]
     tables = rng.permutation(64 * len(sequences))[: 16 * len(sequences)].reshape(len(sequences), 16).astype(np.int32)
     cache = KVCache(
-        *(torch.full((64 * len(sequences), BLOCK, kv_heads, HEAD_DIM), torch.nan, dtype=kv_dtype) for _ in "kv")
+        *(torch.full((64 * len(sequences), BLOCK, kv_heads, HEAD_DIM), torch.nan, dtype=kv_dtype) for _ in "kv"),
+        group=1,
     )
     keys, values = ([rng.standard_normal((n, kv_heads, HEAD_DIM)) * 2 for n in contexts] for _ in "kv")
     keys, values = ([torch.tensor(x).to(kv_dtype) for x in part] for part in (keys, values))
@@ -73,10 +74,10 @@ def test_equals_the_definition(
     batch = Batch(
         token_ids=np.zeros(starts[-1], np.int32),
         positions=np.concatenate([np.arange(past, past + new) for past, new in sequences]).astype(np.int32),
-        slot_mapping=np.concatenate([slots[r][past:] for r, (past, _) in enumerate(sequences)]),
+        slot_mapping=_second(np.concatenate([slots[r][past:] for r, (past, _) in enumerate(sequences)])),
         query_starts=starts.astype(np.int32),
         context_lens=np.array(contexts, np.int32),
-        block_tables=tables,
+        block_tables=_second(tables),
         logit_rows=np.empty(0, np.int32),
     )
     flat = [
@@ -101,6 +102,11 @@ def test_equals_the_definition(
         np.testing.assert_allclose(found[starts[r] : starts[r] + new].reshape(expected.shape), expected, atol=2e-5)
 
 
+def _second(own: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Tables of two groups, of which the first is of no use here."""
+    return np.stack([np.full_like(own, 2**30), own])
+
+
 def test_rope_turns_the_first_columns_and_leaves_the_rest() -> None:
     """Against complex multiplication in float64."""
     rng = np.random.default_rng(0)
@@ -108,7 +114,7 @@ def test_rope_turns_the_first_columns_and_leaves_the_rest() -> None:
     positions = np.array([0, 1, 7, 100, 3], np.int32)
     inv_freq = (1.0, 0.25, 0.0625)
     empty = np.empty(0, np.int32)
-    batch = Batch(empty, positions, empty.astype(np.int64), empty, empty, empty.reshape(0, 0), empty)
+    batch = Batch(empty, positions, empty.astype(np.int64)[None], empty, empty, empty.reshape(1, 0, 0), empty)
     step = Step(batch, {}, BLOCK, torch.device("cpu"), torch.float32)
     rows = torch.tensor(x, dtype=torch.float32).reshape(5, 20)
     found = rope(step, rows, step.positions, head_dim=10, inv_freq=inv_freq, attention_factor=1.5)
@@ -120,7 +126,9 @@ def test_rope_turns_the_first_columns_and_leaves_the_rest() -> None:
 def test_two_ropes_in_one_step_do_not_mix() -> None:
     """Gemma 3 has one for local and one for global layers."""
     empty = np.empty(0, np.int32)
-    batch = Batch(empty, np.array([9], np.int32), empty.astype(np.int64), empty, empty, empty.reshape(0, 0), empty)
+    batch = Batch(
+        empty, np.array([9], np.int32), empty.astype(np.int64)[None], empty, empty, empty.reshape(1, 0, 0), empty
+    )
     step = Step(batch, {}, BLOCK, torch.device("cpu"), torch.float32)
     for frequency, factor in ((0.5, 1.0), (0.25, 1.0), (0.5, 2.0)):
         cos, sin = step.rotation((frequency,), factor)
@@ -141,13 +149,14 @@ def test_what_a_piece_gathers_and_scores_is_bounded(window: int | None, monkeypa
     batch = Batch(
         token_ids=empty,
         positions=np.concatenate([np.arange(n - m, n) for n, m in zip(lengths, chunk, strict=True)]).astype(np.int32),
-        slot_mapping=empty.astype(np.int64),
+        slot_mapping=empty.astype(np.int64)[None],
         query_starts=starts,
         context_lens=lengths.astype(np.int32),
-        block_tables=np.zeros((28, 250), np.int32),
+        block_tables=np.zeros((1, 28, 250), np.int32),
         logit_rows=empty,
     )
-    pieces = Step(batch, {}, BLOCK, torch.device("cpu"), torch.float32).pieces(AttentionShape(6, 2, HEAD_DIM, window))
+    shape = AttentionShape(6, 2, HEAD_DIM, window, group=0, rows_per_block=BLOCK)
+    pieces = Step(batch, {}, BLOCK, torch.device("cpu"), torch.float32).pieces(shape)
     singles = [piece for piece in pieces if isinstance(piece.rows, torch.Tensor)]
     chunks = [piece.rows for piece in pieces if isinstance(piece.rows, slice)]
     assert sorted(row for piece in singles for row in piece.rows.tolist()) == list(range(27))

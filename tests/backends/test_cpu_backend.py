@@ -145,7 +145,7 @@ class TestSampling:
         paged = NativePaged(load_native(wide("llama").path))
         paged.step({"a": prompt(5), "b": prompt(5, seed=1)})
         for keys, values in paged.native.kv_caches():
-            block = paged._tables["a"][0]
+            block = paged._tables["a"][0][0]
             keys[block], values[block] = 0x7FC0, 0x7FC0
         batch = paged.batch({"a": [7], "b": [7]})
         found = paged.native.execute(batch, make_rows([SamplingParams(temperature=0, logprobs=1)] * 2))
@@ -172,7 +172,7 @@ class TestMemory:
     def test_pages_are_committed_when_they_are_written(self, wide: References) -> None:
         backend = load_native(wide("llama").path)
         before = resident_bytes()
-        backend.allocate_kv_cache((4 << 30) // (16 * backend.kv_bytes_per_token))
+        backend.allocate_kv_cache((4 << 30) // backend.block_bytes)
         assert resident_bytes() - before < 1 << 20
 
     def test_too_much_is_a_clear_error(self, wide: References) -> None:
@@ -258,14 +258,15 @@ class TestRefusals:
     @pytest.mark.parametrize(("field", "value", "message"), [
         ("token_ids", [0, VOCAB], "token id outside the vocabulary"),
         ("token_ids", [-1, 0], "token id outside the vocabulary"),
-        ("slot_mapping", [0, 64 * 16], "slot outside the KV cache"),
-        ("block_tables", [[64]], "block outside the KV cache"),
+        ("slot_mapping", [[0, 64 * 16]], "slot outside the KV cache, in group 0"),
+        ("slot_mapping", [[0, 1], [0, 1]], "differ in length"),
+        ("block_tables", [[[64]]], "block outside the KV cache, in group 0"),
         ("positions", [15, 16], "block table is shorter"),
         ("positions", [0, 2], "positions of a sequence have gaps"),
         ("positions", [-1, 0], "negative position"),
         ("query_starts", [0, 1], "query_starts do not span the tokens"),
         ("logit_rows", [2], "logit row outside the step"),
-        ("slot_mapping", [0], "differ in length"),
+        ("slot_mapping", [[0]], "differ in length"),
     ])  # fmt: skip
     def test_a_step_never_leaves_its_memory(self, wide: References, field: str, value: list[int], message: str) -> None:
         paged = NativePaged(load_native(wide("llama").path))

@@ -170,7 +170,7 @@ def test_logits_that_come_in_slices_read_their_weight_again() -> None:
     weight = program.add_weight(vocab, k)
     program.pack(weight, 0, 1, np.random.default_rng(0).normal(size=(rows, k)).astype(np.float32), 0)
     stream, chosen, normed = (program.add_buffer(k, *kind) for kind in ((False, True), (True, True), (True, False)))
-    program.add_cache(1, 16)
+    program.add_cache(1, 16, 0)
     program.embed(weight, 1.0, (stream, 0))
     program.select_rows((stream, 0), (chosen, 0))
     program.rms_norm((chosen, 0), program.add_vector(np.ones(k, np.float32)), 1, 1e-6, (normed, 0))
@@ -183,9 +183,9 @@ def test_logits_that_come_in_slices_read_their_weight_again() -> None:
         batch = SimpleNamespace(
             token_ids=np.array(tokens, np.int32),
             positions=everything,
-            slot_mapping=everything.astype(np.int64),
+            slot_mapping=everything.astype(np.int64)[None],
             query_starts=np.array([0, count], np.int32),
-            block_tables=np.arange(4, dtype=np.int32)[None],
+            block_tables=np.arange(4, dtype=np.int32)[None, None],
             logit_rows=everything,
         )
         result = np.empty((count, vocab), np.float32)

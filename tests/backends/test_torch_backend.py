@@ -128,7 +128,7 @@ class TestMemory:
     def test_pages_of_the_cache_are_committed_when_written(self, reference: References) -> None:
         backend = load(reference("llama").path)
         before = resident_bytes()
-        backend.allocate_kv_cache(2**32 // (4 * backend.kv_bytes_per_token))
+        backend.allocate_kv_cache(2**32 // backend.block_bytes)
         assert sum(cache.keys.nbytes + cache.values.nbytes for cache in backend.kv_caches.values()) > 2**32 - 2**20
         assert resident_bytes() - before < 2**26
 

@@ -22,7 +22,7 @@ def make(width, threads=1):
     x, h, y = p.add_buffer(width, False, True), p.add_buffer(width, False, False), p.add_buffer(width, False, False)
     s, t = p.add_buffer(width, True, True), p.add_buffer(width, True, False)
     ones = p.add_vector(np.ones(width, np.float32))
-    p.add_cache(1, 16)
+    p.add_cache(1, 16, 0)
     p.embed(w, 1.0, (x, 0))
     p.rms_norm((x, 0), ones, 1, 1e-5, (h, 0))
     for _ in range(6 if threads > 1 else 0):
@@ -37,8 +37,8 @@ def step(p, count, query_starts=None):
     starts = np.array(query_starts or [0, count], np.int32)
     batch = SimpleNamespace(
         token_ids=np.zeros(count, np.int32), positions=np.arange(count, dtype=np.int32), query_starts=starts,
-        logit_rows=np.zeros(1, np.int32), slot_mapping=np.zeros(count, np.int64),
-        block_tables=np.zeros((len(starts) - 1, 64), np.int32))
+        logit_rows=np.zeros(1, np.int32), slot_mapping=np.zeros((1, count), np.int64),
+        block_tables=np.zeros((1, len(starts) - 1, 64), np.int32))
     logits = np.empty((1, p.vocab_size), np.float32)
     p.step(batch, None, p.vocab_size, np.zeros(1, np.int32), logits)
     return logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +16,17 @@ from octavo.backends.cpu.native import Program, fast_table, isas, sampling
 from octavo.backends.cpu.packing import pack
 from octavo.backends.cpu.profiler import CpuProfiler
 from octavo.backends.host_memory import memory_limit
+from octavo.backends.swap_file import swap_file
+from octavo.core import BlockMove
 from octavo.errors import ConfigError
-from octavo.graph import Graph
+from octavo.graph import Graph, KVGroup
 from octavo.outputs import TokenLogprobs
 from octavo.sampling import NOT_FINITE, NOTHING_LEFT, Sampled, SamplingRows
 from octavo.weights import WeightTensor
 
 BLOCK_MULTIPLE = 16  # tokens of a panel of the KV cache
 MOST_THREADS = 256
+_MOVES = ("copy", "swap_out", "swap_in")  # BlockMove::Kind in csrc/program.h
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "position", "num_logprobs", "target")
 
 
@@ -77,6 +81,8 @@ class CpuBackend(Backend):
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._kv_shapes = graph.kv_shapes
+        self._kv_groups = graph.kv_groups
+        self._block_bytes = 2 * block_size * graph.kv_block_width
         threads, self._why_threads = _resolve_threads(num_threads)
         table = _resolve_isa(isa)
         self._fast_math = ""
@@ -101,6 +107,14 @@ class CpuBackend(Backend):
         return sum(2 * heads * head_dim * 2 for heads, head_dim in self._kv_shapes.values())
 
     @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return self._kv_groups
+
+    @property
+    def block_bytes(self) -> int:
+        return self._block_bytes
+
+    @property
     def shared_positions(self) -> int:
         """Positions whose keys and values the last step read once for several sequences, over all layers."""
         return self._program.shared_positions
@@ -117,18 +131,31 @@ class CpuBackend(Backend):
         try:
             self._program.allocate_kv_cache(num_blocks, self._block_size)
         except MemoryError as error:
-            size = num_blocks * self._block_size * self.kv_bytes_per_token
             raise ConfigError(
-                f"a KV cache of {num_blocks} blocks ({size} bytes) does not fit into memory; lower num_kv_blocks or "
-                "kv_cache_memory_bytes"
+                f"a KV cache of {num_blocks} blocks ({num_blocks * self._block_bytes} bytes) does not fit into memory; lower "
+                "num_kv_blocks or kv_cache_memory_bytes"
             ) from error
 
     def kv_caches(self) -> list[tuple[NDArray[np.uint16], NDArray[np.uint16]]]:
         """Keys and values of each layer as bits of bfloat16, in the panels of csrc/kernels.h; shared memory."""
         return [self._program.kv_cache(i) for i in range(len(self._kv_shapes))]
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._program.copy_blocks(np.array(pairs, np.int64).reshape(-1, 2))
+    def allocate_swap_space(self, num_blocks: int, directory: Path | None) -> None:
+        size = num_blocks * self._block_bytes
+        try:
+            if directory is None:
+                self._program.allocate_swap_space(num_blocks, None)
+            else:
+                with swap_file(directory, size) as file:  # mapped, it lives on
+                    self._program.allocate_swap_space(num_blocks, file.fileno())
+        except MemoryError as error:
+            raise ConfigError(
+                f"a swap space of {num_blocks} blocks ({size} bytes) does not fit into memory; lower swap_space_bytes"
+            ) from error
+
+    def move_blocks(self, moves: Sequence[BlockMove]) -> None:
+        rows = [(_MOVES.index(kind), source, destination) for kind, source, destination in moves]
+        self._program.move_blocks(np.array(rows, np.int64).reshape(-1, 3))
 
     def execute(self, batch: Batch, rows: SamplingRows) -> Sampled:
         shaped = [i for i, shaping in enumerate(rows.shaping) if shaping is not None and rows.target[i] < 0]

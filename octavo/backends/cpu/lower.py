@@ -54,7 +54,8 @@ def lower(graph: Graph, weights: Mapping[str, WeightTensor], program: Program, *
     steps = list(with_matmuls(graph.nodes))
     if fuse:
         steps = fuse_steps(steps)
-    lowering = _Lowering(program, weights)
+    groups = {layer: i for i, group in enumerate(graph.kv_groups) for layer in group.layers}
+    lowering = _Lowering(program, weights, groups)
     lowering.emit(steps)
     return lowering.jobs
 
@@ -62,8 +63,9 @@ def lower(graph: Graph, weights: Mapping[str, WeightTensor], program: Program, *
 class _Lowering:
     """Where each value lies, and which weights there are."""
 
-    def __init__(self, program: Program, weights: Mapping[str, WeightTensor]) -> None:
+    def __init__(self, program: Program, weights: Mapping[str, WeightTensor], groups: Mapping[int, int]) -> None:
         self.program = program
+        self.groups = groups  # by layer: of those whose keys and values share blocks
         self.places: dict[str, Place] = {}
         self.jobs: list[PackingJob] = []
         self._tensors = weights
@@ -174,7 +176,8 @@ class _Lowering:
 
     def _attention(self, node: Node) -> None:
         q, k, v = self._in(node)
-        cache = self.program.add_cache(node.integer("num_kv_heads"), node.integer("head_dim"))
+        group = self.groups[node.integer("layer")]
+        cache = self.program.add_cache(node.integer("num_kv_heads"), node.integer("head_dim"), group)
         self.program.store(k, v, cache)
         self.program.attention(
             q,

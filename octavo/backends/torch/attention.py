@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.backends.torch.step import KVCache, Piece
+from octavo.backends.torch.step import KVCache, Piece, rows_of
 
 
 def paged_attention(
@@ -30,7 +30,7 @@ def paged_attention(
 def _gather(cache: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Keys or values of a piece: float32 [n * num_kv_heads, L, head_dim]."""
     num_kv_heads, head_dim = cache.shape[2:]
-    rows = cache.view(-1, head_dim).index_select(0, piece.slots)
+    rows = rows_of(cache, head_dim).index_select(0, piece.slots)
     return rows.view(piece.num_sequences * num_kv_heads, -1, head_dim).float()
 
 

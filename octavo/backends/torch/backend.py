@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,12 @@ from numpy.typing import NDArray
 
 from octavo.backends.base import Backend, Batch
 from octavo.backends.host_memory import memory_limit
+from octavo.backends.swap_file import swap_file
 from octavo.backends.torch.ops import OPS
 from octavo.backends.torch.step import KVCache, Step
+from octavo.core import BlockMove
 from octavo.errors import ConfigError
-from octavo.graph import Graph, Node
+from octavo.graph import Graph, KVGroup, Node
 from octavo.sampling import Sampled, Sampler, SamplingRows
 from octavo.weights import WeightTensor
 
@@ -80,9 +84,14 @@ class TorchBackend(Backend):
         self._num_threads = num_threads
         self._sampler = sampler
         self._kv_shapes = graph.kv_shapes
+        self._kv_groups = graph.kv_groups
+        # Of each layer's rows a block is a whole number: they can then be counted through all blocks.
+        row = lcm(*(heads * head_dim for heads, head_dim in self._kv_shapes.values()))
+        self._block_elements = -(-block_size * graph.kv_block_width // row) * row
         calls = _calls(graph, self._weights)
         head = next(i for i, node in enumerate(graph.nodes) if node.op == "lm_head")
         self._body, self._head = calls[:head], calls[head:]  # the head runs for some rows at a time
+        self._pool = self._host = torch.empty(0)  # [blocks, elements of a block], once they are allocated
         self.kv_caches: dict[int, KVCache] = {}  # by layer; filled by allocate_kv_cache
 
     @property
@@ -102,6 +111,18 @@ class TorchBackend(Backend):
         itemsize = _DTYPES[self._kv_cache_dtype].itemsize
         return sum(2 * heads * head_dim * itemsize for heads, head_dim in self._kv_shapes.values())
 
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return self._kv_groups
+
+    @property
+    def block_bytes(self) -> int:
+        return self._block_elements * _DTYPES[self._kv_cache_dtype].itemsize
+
+    @property
+    def cache_in_ram(self) -> bool:
+        return self._device.type == "cpu"
+
     def memory_limit(self) -> int:
         if self._device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._device)
@@ -116,25 +137,48 @@ class TorchBackend(Backend):
         """
         dtype = _DTYPES[self._kv_cache_dtype]
         try:
-            for layer, kv_shape in self._kv_shapes.items():
-                shape = (num_blocks, self._block_size, *kv_shape)
-                keys, values = (torch.empty(shape, dtype=dtype, device=self._device) for _ in range(2))
-                self.kv_caches[layer] = KVCache(keys, values)
+            self._pool = torch.empty((num_blocks, self._block_elements), dtype=dtype, device=self._device)
         except RuntimeError as error:
-            self.kv_caches.clear()
-            size = num_blocks * self._block_size * self.kv_bytes_per_token
             raise ConfigError(
-                f"a KV cache of {num_blocks} blocks ({size} bytes) does not fit on {self._device}; "
-                "lower num_kv_blocks or kv_cache_memory_bytes"
+                f"a KV cache of {num_blocks} blocks ({num_blocks * self.block_bytes} bytes) does not fit on "
+                f"{self._device}; lower num_kv_blocks or kv_cache_memory_bytes"
+            ) from error
+        for i, group in enumerate(self._kv_groups):
+            begin = 0
+            for layer in group.layers:
+                heads, head_dim = self._kv_shapes[layer]
+                size = self._block_size * heads * head_dim
+                keys, values = (
+                    self._pool[:, first : first + size].view(num_blocks, self._block_size, heads, head_dim)
+                    for first in (begin, begin + size)
+                )
+                self.kv_caches[layer] = KVCache(keys, values, i)
+                begin += 2 * size
+
+    def allocate_swap_space(self, num_blocks: int, directory: Path | None) -> None:
+        dtype, size = self._pool.dtype, num_blocks * self.block_bytes
+        shape = (num_blocks, self._block_elements)
+        try:
+            if directory is None:
+                self._host = torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+            else:
+                with swap_file(directory, size) as file:  # mapped, it lives on
+                    self._host = (
+                        torch.from_numpy(np.memmap(file, np.uint8, "r+", shape=(size,))).view(dtype).view(shape)
+                    )
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"a swap space of {num_blocks} blocks ({size} bytes) does not fit into memory; lower swap_space_bytes"
             ) from error
 
     @torch.inference_mode()
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        # No destination is a source later on: all sources can be read first.
-        source, destination = torch.tensor(pairs, dtype=torch.int64, device=self._device).view(-1, 2).unbind(1)
-        for cache in self.kv_caches.values():
-            for part in (cache.keys, cache.values):
-                part.index_copy_(0, destination, part.index_select(0, source))
+    def move_blocks(self, moves: Sequence[BlockMove]) -> None:
+        for kind, source, destination in moves:
+            origin = self._host if kind == "swap_in" else self._pool
+            target = self._host if kind == "swap_out" else self._pool
+            target[destination].copy_(origin[source], non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def execute(self, batch: Batch, rows: SamplingRows) -> Sampled:
         parts = [self._sampler(logits, rows.slice(first, first + len(logits))) for first, logits in self.forward(batch)]

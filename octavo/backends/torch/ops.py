@@ -59,9 +59,9 @@ def attention(
     softcap: float | None,
 ) -> torch.Tensor:
     cache = step.caches[layer]
-    cache.store(step.slot_mapping, k, v)
-    pieces = step.pieces(AttentionShape(num_heads, num_kv_heads, head_dim, window))
-    return paged_attention(pieces, q, cache, scale=scale, softcap=softcap)
+    cache.store(step.rows(cache), k, v)
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, window, cache.group, cache.rows_per_block)
+    return paged_attention(step.pieces(shape), q, cache, scale=scale, softcap=softcap)
 
 
 def silu_mul(step: Step, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

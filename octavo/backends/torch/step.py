@@ -18,18 +18,35 @@ QUERY_ROWS = 256  # of a chunk at most: a piece reads keys up to its last row, s
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of one layer: [num_blocks, block_size, num_kv_heads, head_dim] each.
+    """Keys and values of one layer: [num_blocks, block_size, num_kv_heads, head_dim] each, views of the pool.
+
+    All layers of a group have their part of a block, so that blocks are moved as a whole::
+
+        pool [num_blocks, elements]    block of group 0 | keys of layer 5 | values of layer 5 | keys of layer 11 | ...
+                                       block of group 1 | keys of layer 0 | values of layer 0 | keys of layer 1 | ...
 
     Memory that was never written is never read, so it needs no clearing, and on a CPU no pages.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    group: int
 
-    def store(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v [T, num_kv_heads * head_dim], rounded to the cache's dtype, to slots [T]."""
+    @property
+    def rows_per_block(self) -> int:
+        """Tokens that would fit between the beginnings of two blocks, were there nothing but this layer's keys."""
+        return self.keys.stride(0) // self.keys.stride(1)
+
+    def store(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k and v [T, num_kv_heads * head_dim], rounded to the cache's dtype, to rows [T]: `Step.rows`."""
         for cache, new in ((self.keys, k), (self.values, v)):
-            cache.view(-1, new.shape[1]).index_copy_(0, slots, new.to(cache.dtype))
+            rows_of(cache, new.shape[1]).index_copy_(0, rows, new.to(cache.dtype))
+
+
+def rows_of(cache: torch.Tensor, width: int) -> torch.Tensor:
+    """The pool from a layer's keys or values on, cut into rows of `width`: what lies between its blocks too."""
+    reach = (cache.shape[0] - 1) * cache.stride(0) + cache[0].numel()
+    return cache.as_strided((reach // width, width), (width, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +57,8 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     window: int | None
+    group: int  # whose block tables
+    rows_per_block: int  # KVCache.rows_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +72,7 @@ class Piece:
 
     rows: slice | torch.Tensor  # which rows of T: n * m of them, sequence by sequence
     num_sequences: int
-    slots: torch.Tensor  # int64 [n * num_kv_heads * L], rows of the cache seen as [slots * num_kv_heads, head_dim]
+    slots: torch.Tensor  # int64 [n * num_kv_heads * L], rows of the cache as `rows_of(cache, head_dim)` cuts it
     hidden: torch.Tensor | None  # bool [n, 1, 1, m, L]: True is not seen; None: all are
 
 
@@ -75,10 +94,18 @@ class Step:
         self._device = device
         self.token_ids = self._tensor(batch.token_ids)
         self.positions = self._tensor(batch.positions)
-        self.slot_mapping = self._tensor(batch.slot_mapping)
         self.logit_rows = self._tensor(batch.logit_rows)
+        self._rows: dict[tuple[int, int], torch.Tensor] = {}
         self._rotations: dict[tuple[tuple[float, ...], float], tuple[torch.Tensor, torch.Tensor]] = {}
         self._pieces: dict[AttentionShape, list[Piece]] = {}
+
+    def rows(self, cache: KVCache) -> torch.Tensor:
+        """Where the step stores keys and values: int64 [T], rows of the cache, all heads in one."""
+        key = (cache.group, cache.rows_per_block)
+        if key not in self._rows:
+            block, slot = np.divmod(self._batch.slot_mapping[cache.group], self._block_size)
+            self._rows[key] = self._tensor(block * cache.rows_per_block + slot)
+        return self._rows[key]
 
     def rotation(self, inv_freq: tuple[float, ...], attention_factor: float) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of every token's angles: float32 [T, 1, len(inv_freq)]."""
@@ -112,7 +139,7 @@ class Step:
             taken, order = np.split(order, [max(1, min(like, fit))])
             seen = first[taken, None] + np.arange(longest)
             hidden = seen > last[taken, None]
-            slots = self._slots(sequences[taken, None], np.minimum(seen, last[taken, None]))
+            slots = self._slots(sequences[taken, None], np.minimum(seen, last[taken, None]), shape)
             pieces.append(self._piece(self._tensor(rows[taken].astype(np.int64)), slots, hidden[:, None, :], shape))
         return pieces
 
@@ -130,13 +157,17 @@ class Step:
             hidden = seen > positions
             if shape.window is not None:
                 hidden |= seen <= positions - shape.window
-            pieces.append(self._piece(slice(a, b), self._slots(np.array([[r]]), seen[None]), hidden[None], shape))
+            slots = self._slots(np.array([[r]]), seen[None], shape)
+            pieces.append(self._piece(slice(a, b), slots, hidden[None], shape))
         return pieces
 
-    def _slots(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Cache slots of positions [n, L] of the sequences [n, 1]."""
-        blocks = self._batch.block_tables[sequences, positions // self._block_size].astype(np.int64)
-        return blocks * self._block_size + positions % self._block_size
+    def _slots(
+        self, sequences: NDArray[np.int64], positions: NDArray[np.int64], shape: AttentionShape
+    ) -> NDArray[np.int64]:
+        """Rows, of all heads, of the cache that hold positions [n, L] of the sequences [n, 1]."""
+        table = self._batch.block_tables[shape.group]
+        blocks: NDArray[np.int64] = table[sequences, positions // self._block_size].astype(np.int64)
+        return blocks * shape.rows_per_block + positions % self._block_size
 
     def _piece(
         self, rows: slice | torch.Tensor, slots: NDArray[np.int64], hidden: NDArray[np.bool_], shape: AttentionShape
