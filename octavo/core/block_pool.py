@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Literal
 
 BlockState = Literal["free", "cached", "used"]
@@ -26,7 +27,9 @@ class BlockPool:
     never handed out before, whose memory is not even committed, and only then the cached block that was released first.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, bytes], None] = lambda block, key: None) -> None:
+        """`on_evict`: called with a cached block and its key just before it is handed out for something else, unless it
+        was released as not worth keeping."""
         if num_blocks < 1:
             raise ValueError(f"num_blocks={num_blocks}: a pool needs at least one block")
         self.num_blocks = num_blocks
@@ -35,7 +38,8 @@ class BlockPool:
         self._ref_counts = array("i", bytes(4 * num_blocks))
         self._returned: list[int] = []  # free ones that were handed out before
         self._fresh = 0  # from here on blocks were never handed out
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._on_evict = on_evict
+        self._cached: OrderedDict[int, bool] = OrderedDict()  # and whether it is worth keeping elsewhere
         self._by_key: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
@@ -76,7 +80,9 @@ class BlockPool:
             block = self._fresh
             self._fresh += 1
         elif self._cached:
-            block, _ = self._cached.popitem(last=False)
+            block, worth_keeping = self._cached.popitem(last=False)
+            if worth_keeping:
+                self._on_evict(block, self._key_of[block])
             self.withdraw(block)
         else:
             raise ValueError(f"all {self.num_blocks} blocks are in use")
@@ -94,7 +100,7 @@ class BlockPool:
         self.num_shared += self._ref_counts[block] == 2
         self.peak_used = max(self.peak_used, self.num_used)
 
-    def release(self, block: int) -> None:
+    def release(self, block: int, *, worth_keeping: bool = False) -> None:
         """One block table less holds this block; the last one leaves it cached if it has a key, else free."""
         count = self._ref_counts[block]
         if count < 1:
@@ -103,7 +109,7 @@ class BlockPool:
         self.num_shared -= count == 2
         if count == 1:
             if block in self._key_of:
-                self._cached[block] = None
+                self._cached[block] = worth_keeping
             else:
                 self._returned.append(block)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from octavo.outputs import TokenLogprobs
 from octavo.sampling_params import NO_BANS, Bans, SamplingParams
@@ -19,6 +20,18 @@ class NewSequence:
     seed: int
     choice: int
     bans: Bans = NO_BANS
+    is_beam: bool = False  # what it samples is not its next token: its group chooses, and goes on with new sequences
+
+
+NOTHING = -1  # in a block table: nobody reads there, and no block is held
+
+
+class BlockMove(NamedTuple):
+    """A whole block is copied: within the KV cache, to the host tier, or back from there."""
+
+    kind: Literal["copy", "swap_out", "swap_in"]
+    source: int  # a block of the KV cache; of "swap_in", one of the host tier
+    destination: int  # a block of the KV cache; of "swap_out", one of the host tier
 
 
 @dataclass(slots=True)
@@ -33,21 +46,27 @@ class StepPlan:
         starts       [   0  1000  1000 ]
         num_tokens   [1000     0     0 ]     one prompt is computed, three tokens are sampled
 
+    A sequence has a block table for each group of layers that keep equally much (`BlockManager`), all equally long.
+
     Workers keep the tokens and block tables that they were told of, so only differences are sent. Differences count as
     told even when the step fails. What they mean, in this order: forget `finished`, void the tables of `preempted`, get
-    to know `new`, do the `copies`, append the `new_blocks`. A sequence may read blocks that others write in the same
-    step: in each layer all keys and values of the step are stored before any are read.
+    to know `new`, do the `moves`, put in the `tails`, append the `new_blocks`. A sequence may read blocks that others
+    write in the same step: in each layer all keys and values of the step are stored before any are read.
     """
 
     new: list[NewSequence] = field(default_factory=list)
     seq_ids: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # position of the first token to compute
     num_tokens: list[int] = field(default_factory=list)
-    # By seq_id, (source, destination): the block that its first token of this step goes into is shared, and its copy
-    # takes the place (in the table of a sequence that begins in this step it has already). Copies are done in order,
-    # since a source may be the destination of a later one, and before the step writes anything.
-    copies: dict[int, tuple[int, int]] = field(default_factory=dict)
-    new_blocks: dict[int, list[int]] = field(default_factory=dict)  # to append to the block table, by seq_id
+    # Done in order, since a block may be the source of one and the destination of another, and before the step writes
+    # anything.
+    moves: list[BlockMove] = field(default_factory=list)
+    # By seq_id, one block a group: the block that the sequence's first token of this step goes into was shared, and
+    # this copy takes its place in the table. (In the table of a sequence that begins in this step it has already.)
+    tails: dict[int, list[int]] = field(default_factory=dict)
+    # By seq_id, one list a group: what to append to the block tables. NOTHING where no token of the step, or of a later
+    # one, looks: outside of the group's window.
+    new_blocks: dict[int, list[list[int]]] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)  # seq_ids whose block tables are void; some may begin anew
     finished: list[int] = field(default_factory=list)  # seq_ids to forget
 
@@ -63,3 +82,4 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # of the sampled token, by seq_id, where asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of prompt tokens, in order
     errors: dict[int, str] = field(default_factory=dict)  # sequences that cannot go on, by seq_id
+    move_seconds: float = 0.0  # that the plan's moves took

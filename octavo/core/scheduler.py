@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Literal
 
-from octavo.core.block_manager import BlockManager
-from octavo.core.plan import NewSequence, StepPlan, StepResult
+from octavo.core.block_manager import BlockManager, BlockTables
+from octavo.core.plan import NOTHING, NewSequence, StepPlan, StepResult
 from octavo.core.policy import Policy
 from octavo.core.sequence import Sequence, Status
 from octavo.core.stats import KVSnapshot, SchedulerStats, SequenceBlocks, Totals
+from octavo.core.step_cost import StepCost
 from octavo.core.waiting_queue import WaitingQueue
 from octavo.errors import RequestError
 from octavo.outputs import FinishReason
 
 PreemptionReason = Literal["growth", "admission", "failure"]
+PreemptionMode = Literal["auto", "recompute", "swap"]
 
 
 class Scheduler:
@@ -43,12 +45,14 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        preemption_mode: PreemptionMode = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks = blocks
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.preemption_mode = preemption_mode
         self.clock = clock
         self.sequences: dict[int, Sequence] = {}  # all that are not finished
         self.running: list[Sequence] = []
@@ -57,6 +61,8 @@ class Scheduler:
         self._to_forget: list[int] = []  # finished since the last plan, and known to the workers
         self._to_void: list[int] = []  # preempted since the last plan, and known to the workers
         self._totals = Totals()
+        self._cost = StepCost()
+        self._planned_at = 0.0
         self._slots_filled = 0  # summed over steps, as is the next
         self._slots_allocated = 0
 
@@ -67,39 +73,57 @@ class Scheduler:
             RequestError: even alone it could not be computed to its end in the whole pool, or it has nothing to compute
                 or nothing to sample.
         """
-        self._register(sequence, self.policy.key(sequence, self._arrivals))
-        self.waiting.push(sequence)
+        arrival = self._arrivals
+        self._register(sequence, ())
+        place = self.policy.place(sequence, arrival)
+        if place is not None:
+            sequence.key = place
+            self.waiting.push(sequence)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Adds a sequence that shares all that a running one has computed, between two steps: a beam.
+    def branch(self, parents: list[Sequence], children: list[tuple[Sequence, Sequence]]) -> None:
+        """Between two steps, ends the beams of one group and goes on with those that come of them.
 
-        The child's tokens begin with the parent's computed ones and have at least one more; its place in the order is
-        behind the parent. Where no seat is left it waits, and computes what the prefix cache does not hold.
+        Args:
+            parents: the group's beams; all of their tokens are computed.
+            children: (parent, child): the child's tokens are the parent's and one more. It shares all blocks of the
+                parent and stands at its place in the order. Where no seat is left, or the parent has lost its blocks,
+                the child waits, and computes what it does not find.
 
         Raises:
             RequestError: as for `add`.
         """
-        shared = parent.num_computed
-        if child.tokens[:shared] != parent.tokens[:shared] or len(child.tokens) == shared:
-            raise ValueError(f"{child} does not go on from what {parent} has computed")
-        self._register(child, (*parent.key[:2], self._arrivals))
-        if parent.status is not Status.RUNNING or len(self.running) >= self.max_num_seqs:
-            self.waiting.push(child)
-            return
-        self.blocks.fork(parent, child)
-        self._totals.num_forks += 1
-        child.num_cached_tokens = parent.num_cached_tokens
-        child.status = Status.RUNNING
-        insort(self.running, child, key=lambda sequence: sequence.key)
+        for parent, child in children:
+            if child.tokens[:-1] != parent.tokens:
+                raise ValueError(f"{child} does not go on from {parent}")
+            self._register(child, (*parent.key[:2], self._arrivals))
+            if parent.status is Status.RUNNING:
+                self.blocks.fork(parent, child)
+                child.num_cached_tokens = parent.num_cached_tokens
+                self._totals.num_forks += 1
+        for parent in parents:
+            waited = parent.status is not Status.RUNNING
+            self._leave(parent)
+            if waited:
+                self.waiting.discard(parent)
+        self.running = [s for s in self.running if s.status is Status.RUNNING]
+        for _, child in children:
+            if child.block_tables and len(self.running) < self.max_num_seqs:
+                child.status = Status.RUNNING
+                insort(self.running, child, key=lambda sequence: sequence.key)
+            else:
+                self.blocks.free(child)
+                child.num_computed = child.room = 0
+                self.waiting.push(child)
 
     def schedule(self) -> StepPlan:
         """Plans one step and takes the blocks that it needs. An empty plan: nothing can run."""
         plan = StepPlan()
         running, blocks = self.running, self.blocks
-        blocks.published.clear()
+        blocks.begin_plan()
         block_size = blocks.block_size
         budget = self.max_num_batched_tokens
-        head = self.waiting.peek()
+        charge = self.policy.charge
+        head = self._first_in_line()
         index = 0
         while True:
             sequence = running[index] if index < len(running) else None
@@ -108,11 +132,14 @@ class Scheduler:
                     head = None  # nobody overtakes it
                     continue
                 sequence = head
-                head = self.waiting.peek()
+                head = self._first_in_line()
             elif sequence is None or budget == 0:
                 break
             start = sequence.num_computed
             count = min(len(sequence.tokens) - start, budget)
+            if sequence.is_beam and count == 0:
+                index += 1  # it waits for the others of its group
+                continue
             end = start + count
             if end > sequence.room:
                 num_running = len(running)
@@ -128,16 +155,21 @@ class Scheduler:
             plan.num_tokens.append(count)
             budget -= count
             index += 1
+            if charge is not None:
+                charge(sequence, count)
         if plan:
-            blocks.num_filled_slots += self.max_num_batched_tokens - budget
+            blocks.num_filled_slots += (self.max_num_batched_tokens - budget) * len(blocks.windows)
+            plan.moves = blocks.take_moves()
             plan.finished, self._to_forget = self._to_forget, []
             plan.preempted = [seq_id for seq_id in self._to_void if seq_id in self.sequences] + plan.preempted
             self._to_void = []
+            self._planned_at = self.clock()
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
         """Takes the step's tokens in; returns the sequences that it finished."""
         now = self.clock()
+        self._measure(plan, result, now)
         finished: list[Sequence] = []
         find = self.sequences.get
         for seq_id, token in zip(plan.seq_ids, result.token_ids, strict=True):
@@ -148,6 +180,8 @@ class Scheduler:
                 if sequence.num_computed == len(sequence.tokens) and seq_id not in result.errors:
                     raise ValueError(f"the step sampled no token for sequence {seq_id}, and says no error")
                 continue
+            if sequence.is_beam:
+                continue  # its group chooses
             sequence.tokens.append(token)
             if sequence.first_token_time is None:
                 sequence.first_token_time = now
@@ -180,8 +214,10 @@ class Scheduler:
         self._finish(sequence, self.clock())
         if was_running:
             self.running.remove(sequence)
-        else:
+        elif sequence.key:
             self.waiting.discard(sequence)
+        else:
+            self.policy.discard(sequence)
         return sequence
 
     def fail(self, plan: StepPlan) -> None:
@@ -194,25 +230,30 @@ class Scheduler:
         planned = zip(plan.seq_ids, plan.starts, plan.num_tokens, strict=True)
         alive = [(self.sequences[seq_id], start, count) for seq_id, start, count in planned if seq_id in self.sequences]
         for sequence, start, count in alive:
-            came_in = len(plan.new_blocks.get(sequence.seq_id, ())) == len(sequence.block_table)
-            if came_in or sequence.seq_id in plan.copies:
+            appended = plan.new_blocks.get(sequence.seq_id, [[]])[0]
+            came_in = len(appended) == len(sequence.block_tables[0])
+            if came_in or sequence.seq_id in plan.tails:
                 self._preempt(sequence, "failure", self._to_void)
             else:
                 sequence.num_computed = start
-                self.blocks.num_filled_slots -= count
+                self.blocks.num_filled_slots -= count * len(self.blocks.windows)
         self.running = [s for s in self.running if s.status is Status.RUNNING]
 
     def stats(self) -> SchedulerStats:
         pool, totals = self.blocks.pool, self._totals
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + len(self.policy),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
             num_used_blocks=pool.num_used,
             num_shared_blocks=pool.num_shared,
             peak_used_blocks=pool.peak_used,
+            num_host_blocks=self.blocks.host.num_blocks,
+            num_used_host_blocks=len(self.blocks.host),
+            num_swapped_out_blocks=self.blocks.num_swapped_out,
+            num_swapped_in_blocks=self.blocks.num_swapped_in,
             num_held_tokens=self.blocks.num_filled_slots,
             num_block_copies=self.blocks.num_copies,
             num_preemptions=totals.num_preemptions,
@@ -225,7 +266,7 @@ class Scheduler:
         pool = self.blocks.pool
         snapshot = KVSnapshot(self.blocks.block_size, [pool.state(block) for block in range(pool.num_blocks)])
         for s in self.sequences.values():
-            shared = sum(pool.ref_count(block) > 1 for block in s.block_table)
+            held = [block for table in s.block_tables for block in table if block != NOTHING]
             snapshot.sequences.append(
                 SequenceBlocks(
                     s.seq_id,
@@ -234,11 +275,22 @@ class Scheduler:
                     s.num_computed,
                     s.num_cached_tokens,
                     s.num_preemptions,
-                    list(s.block_table),
-                    shared,
+                    [list(table) for table in s.block_tables],
+                    sum(pool.ref_count(block) > 1 for block in held),
                 )
             )
         return snapshot
+
+    def _first_in_line(self) -> Sequence | None:
+        """The first of those that wait; where nobody has a place and there is a seat, the policy names one."""
+        head = self.waiting.peek()
+        if head is None and len(self.policy) and len(self.running) < self.max_num_seqs:
+            head = self.policy.choose(self.blocks)
+            if head is not None:
+                head.key = (0, self._arrivals)
+                self._arrivals += 1
+                self.waiting.push(head)
+        return head
 
     def _register(self, sequence: Sequence, key: tuple[int, ...]) -> None:
         if not 1 <= len(sequence.tokens) < sequence.max_length:
@@ -246,7 +298,7 @@ class Scheduler:
                 f"the request has {len(sequence.tokens)} known tokens; it needs at least 1, and fewer than its maximum "
                 f"length of {sequence.max_length}"
             )
-        needed = self.blocks.blocks_for(sequence.max_length - 1)
+        needed = self.blocks.most_blocks(sequence.max_length - 1)
         if needed > self.blocks.pool.num_blocks:
             raise RequestError(
                 f"the request needs {needed} KV blocks for {sequence.max_length} tokens ({len(sequence.tokens)} of "
@@ -261,23 +313,26 @@ class Scheduler:
     def _admit(self, head: Sequence, index: int, budget: int, plan: StepPlan) -> bool:
         """Lets the first in line in at `running[index]` if it finds room, at the cost of those after it if need be.
 
-        It must find room for all its known tokens, not only for its first chunk, and a block for each sequence before
-        it that may still need one: else it would soon be the one that is preempted. A twin of the sequence before it
-        costs no budget, and only the block that its first own token goes into.
+        It must find room for all its known tokens, not only for its first chunk, and for what the sequences before it
+        may take until these are computed, a block each at least: else it would be preempted before it has got anywhere.
+        A twin of the sequence before it costs no budget, and only the block that its first own token goes into.
         """
-        running, pool = self.running, self.blocks.pool
+        running, pool, groups = self.running, self.blocks.pool, len(self.blocks.windows)
         if len(running) == index and (index >= self.max_num_seqs or pool.num_available == 0):
             return False  # the usual answer, without a look at anything else
         twin = self._twin(head, index)
         if twin is not None:
-            prefix, needed = twin.block_table, 1
+            prefix, needed, steps = twin.block_tables, groups, 1
         elif budget > 0:
             prefix = self.blocks.find_prefix(head)
             # Those that are in use cost nothing; those that are cached count among the blocks available, and are taken.
-            needed = self.blocks.blocks_for(len(head.tokens)) - sum(pool.ref_count(block) > 0 for block in prefix)
+            needed = self.blocks.most_blocks(len(head.tokens))
+            gap = len(head.tokens) - len(prefix[0]) * self.blocks.block_size
+            steps = -(-gap // max(self.max_num_batched_tokens - index, 1))
+            needed -= sum(block >= 0 and pool.ref_count(block) > 0 for table in prefix for block in table)
         else:
             return False
-        survivors = self._survivors(index, needed, prefix)
+        survivors = self._survivors(index, needed, prefix, steps)
         if survivors is None:
             return False
         while len(running) > survivors:
@@ -303,23 +358,25 @@ class Scheduler:
         ends = twin.num_computed == len(twin.tokens) == head.prompt_length
         return twin if twin.group == head.group and ends else None
 
-    def _survivors(self, index: int, needed: int, prefix: Collection[int]) -> int | None:
+    def _survivors(self, index: int, needed: int, prefix: BlockTables, steps: int) -> int | None:
         """How many of those that run may stay when one comes in at `index` and takes `needed` blocks more than those of
-        `prefix` that are in use; None when even giving up all from `index` on is not enough."""
+        `prefix` that are in use, in so many steps; None when even giving up all from `index` on is not enough."""
         pool, running = self.blocks.pool, self.running
         free, survivors = pool.num_available, len(running)
         if survivors == index and needed > free:
             return None
-        needed += sum(sequence.room < sequence.max_length - 1 for sequence in running[:index])
-        kept = frozenset(prefix) if survivors > index else frozenset()
+        needed += sum(self.blocks.most_growth(s, steps) for s in running[:index] if s.room < s.max_length - 1)
+        kept = {block for table in prefix for block in table} if survivors > index else ()
         holders: dict[int, int] = {}  # of the victims' blocks: how many tables of others hold them
         while needed > free or survivors >= self.max_num_seqs:
             if survivors == index:
                 return None
             survivors -= 1
-            for block in running[survivors].block_table:
-                holders[block] = holders.get(block, pool.ref_count(block)) - 1
-                free += holders[block] == 0 and block not in kept
+            for table in running[survivors].block_tables:
+                for block in table:
+                    if block != NOTHING:
+                        holders[block] = holders.get(block, pool.ref_count(block)) - 1
+                        free += holders[block] == 0 and block not in kept
         return survivors
 
     def _introduce(self, sequence: Sequence, plan: StepPlan) -> None:
@@ -335,29 +392,33 @@ class Scheduler:
                     sequence.seed,
                     sequence.choice,
                     sequence.bans,
+                    sequence.is_beam,
                 )
             )
-        if sequence.block_table:
-            plan.new_blocks[sequence.seq_id] = list(sequence.block_table)
+        if sequence.block_tables[0]:
+            plan.new_blocks[sequence.seq_id] = [list(table) for table in sequence.block_tables]
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Grows the block table for `num_tokens`, preempting from the end of the order; False when that is itself."""
         blocks = self.blocks
+        blocks.release_unseen(sequence)
         while blocks.missing(sequence, num_tokens) > blocks.pool.num_available:
             if self.running[-1] is sequence:
                 return False
             self._preempt(self.running.pop(), "growth", plan.preempted)
-        copy, new_blocks = blocks.grow(sequence, num_tokens)
-        if copy is not None:
-            plan.copies[sequence.seq_id] = copy
+        tails, new_blocks = blocks.grow(sequence, num_tokens)
+        if tails is not None:
+            plan.tails[sequence.seq_id] = tails
         if sequence.first_scheduled_time is None:  # it was forked between steps
             self._introduce(sequence, plan)
-        elif new_blocks:
-            plan.new_blocks[sequence.seq_id] = plan.new_blocks.get(sequence.seq_id, []) + new_blocks
+        elif new_blocks is not None:
+            told = plan.new_blocks.get(sequence.seq_id)
+            merged = new_blocks if told is None else [a + b for a, b in zip(told, new_blocks, strict=True)]
+            plan.new_blocks[sequence.seq_id] = merged
         return True
 
     def _preempt(self, sequence: Sequence, reason: PreemptionReason, told: list[int]) -> None:
-        """By recompute: its blocks go back, and it waits at its old place in the order."""
+        """Its blocks go back, by recompute or by swap, and it waits at its old place in the order."""
         totals = self._totals
         match reason:
             case "growth":
@@ -368,21 +429,41 @@ class Scheduler:
                 totals.num_preemptions_failure += 1
         totals.num_preempted_tokens += sequence.num_computed
         sequence.num_preemptions += 1
-        self.blocks.free(sequence)
+        swap = reason != "failure" and self._swaps(sequence)
+        totals.num_preemptions_swap += swap
+        self.blocks.free(sequence, swap=swap)
         sequence.num_computed = sequence.room = 0
         sequence.status = Status.PREEMPTED
         self.waiting.push(sequence)
         if sequence.first_scheduled_time is not None:
             told.append(sequence.seq_id)
 
+    def _swaps(self, sequence: Sequence) -> bool:
+        """Whether a victim's blocks are worth a place in the host tier."""
+        if self.blocks.host.num_blocks == 0 or self.preemption_mode == "recompute":
+            return False
+        if self.preemption_mode == "swap":
+            return True
+        num_blocks = self.blocks.blocks_for(sequence.num_computed) * len(self.blocks.windows)
+        return self._cost.swap_pays(sequence.num_computed, num_blocks)
+
     def _finish(self, sequence: Sequence, now: float) -> None:
-        # What a failed sequence has computed may be what failed: others are to compute it themselves.
-        self.blocks.free(sequence, keep=sequence.finish_reason != "error")
-        sequence.status = Status.FINISHED
         sequence.finish_time = now
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        # What a failed sequence has computed may be what failed: others are to compute it themselves.
+        self.blocks.free(sequence, keep=sequence.finish_reason != "error", swap=True)
+        sequence.status = Status.FINISHED
         del self.sequences[sequence.seq_id]
         if sequence.first_scheduled_time is not None:
             self._to_forget.append(sequence.seq_id)
+
+    def _measure(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        num_swaps = sum(move.kind != "copy" for move in plan.moves)
+        if num_swaps:
+            self._cost.add_moves(num_swaps, result.move_seconds)
+        self._cost.add_step(sum(plan.num_tokens), now - self._planned_at - result.move_seconds)
 
     def _count_hits(self, sequence: Sequence) -> None:
         """Of a sequence that has just begun with what the prefix cache holds of it."""

@@ -30,7 +30,7 @@ class Sequence:
         "arrival_time",
         "bans",
         "block_keys",
-        "block_table",
+        "block_tables",
         "cache_salt",
         "choice",
         "finish_reason",
@@ -38,6 +38,7 @@ class Sequence:
         "first_scheduled_time",
         "first_token_time",
         "group",
+        "is_beam",
         "key",
         "max_length",
         "num_cached_tokens",
@@ -70,6 +71,7 @@ class Sequence:
         prompt_length: int | None = None,
         cache_salt: str | None = None,
         group: int | None = None,
+        is_beam: bool = False,
     ) -> None:
         """
         Args:
@@ -77,6 +79,7 @@ class Sequence:
             prompt_length: `tokens` may go past the prompt (a replayed request); None: they do not.
             cache_salt: only sequences of the same salt share what is computed.
             group: sequences of one group were added one after the other with the same prompt, salt and priority.
+            is_beam: what it samples is not appended; once all its tokens are computed it waits for `Scheduler.branch`.
         """
         self.seq_id = seq_id
         self.tokens = tokens
@@ -92,16 +95,17 @@ class Sequence:
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
-        self.key: tuple[int, ...] = (priority, seq_id)  # place in the order; the scheduler's policy sets it
+        self.key: tuple[int, ...] = ()  # place in the order; none while the policy has not decided
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.cache_salt = cache_salt
         self.group = group
+        self.is_beam = is_beam
         self.num_computed = 0
         self.room = 0
         self.num_cached_tokens = 0  # of the prompt, found in the cache when it first ran
         self.num_preemptions = 0
-        self.block_table: list[int] = []
+        self.block_tables: list[list[int]] = []  # one for each group of layers, while it runs
         self.block_keys: list[bytes] = []  # of its first full blocks, as far as they were asked for
 
     @property
@@ -112,5 +116,5 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed} of {len(self.tokens)} tokens computed, "
-            f"blocks {self.block_table})"
+            f"blocks {self.block_tables})"
         )

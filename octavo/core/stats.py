@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from octavo.core.block_pool import BlockState
+from octavo.core.plan import NOTHING
 
 
 @dataclass(slots=True)
@@ -20,8 +21,9 @@ class Totals:
     num_preemptions_growth: int = 0  # a running sequence needed a block
     num_preemptions_admission: int = 0  # a sequence before it in the order came in
     num_preemptions_failure: int = 0  # a step failed
+    num_preemptions_swap: int = 0  # of all these, by swap; the others by recompute
     num_preempted_tokens: int = 0  # computed, and given up by preemptions
-    num_restored_tokens: int = 0  # found in the prefix cache when preempted sequences came back
+    num_restored_tokens: int = 0  # found in the prefix cache or the host tier when preempted sequences came back
 
     @property
     def num_preemptions(self) -> int:
@@ -39,7 +41,11 @@ class SchedulerStats(NamedTuple):
     num_used_blocks: int
     num_shared_blocks: int  # of the used ones, held by several sequences
     peak_used_blocks: int
-    num_held_tokens: int  # in used blocks; of several sequences that share them, counted once
+    num_host_blocks: int  # size of the host tier
+    num_used_host_blocks: int
+    num_swapped_out_blocks: int  # written to the host tier
+    num_swapped_in_blocks: int  # read from there
+    num_held_tokens: int  # in used blocks, one for each group of layers; what several sequences share is counted once
     num_steps: int
     num_tokens: int
     num_forks: int
@@ -50,6 +56,7 @@ class SchedulerStats(NamedTuple):
     num_preemptions_growth: int
     num_preemptions_admission: int
     num_preemptions_failure: int
+    num_preemptions_swap: int
     num_preempted_tokens: int
     num_restored_tokens: int
     slot_utilization: float  # share of the slots in used blocks that held a token, over all steps; 0 before any
@@ -65,10 +72,15 @@ class SequenceBlocks:
     num_computed: int
     num_cached_tokens: int  # of the prompt, found in the prefix cache when it first ran
     num_preemptions: int
-    blocks: list[int]  # its block table, in the order of positions
-    num_shared: int  # of these, in other block tables too
+    block_tables: list[list[int]]  # one for each group of layers, in the order of positions; -1: fell out of the window
+    num_shared: int  # of these blocks, in other block tables too
     request_id: str = ""  # filled in by the engine, as is the next
     choice: int = 0
+
+    @property
+    def blocks(self) -> list[int]:
+        """All that it holds."""
+        return [block for table in self.block_tables for block in table if block != NOTHING]
 
 
 @dataclass(slots=True)

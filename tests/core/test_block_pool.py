@@ -151,11 +151,14 @@ def test_block_manager_counts_blocks():
 def test_block_manager_grows_and_frees_a_table():
     manager = BlockManager(10, 4)
     sequence = make_sequence(0, 9)
+    manager.adopt(sequence, manager.find_prefix(sequence))
     assert manager.missing(sequence, 9) == 3
-    assert manager.grow(sequence, 7) == (None, sequence.block_table)
+    assert manager.grow(sequence, 7) == (None, sequence.block_tables)
     assert (manager.missing(sequence, 9), manager.missing(sequence, 8), manager.missing(sequence, 1)) == (1, 0, 0)
-    first = list(sequence.block_table)
+    first = list(sequence.block_tables[0])
+    assert manager.grow(sequence, 8) == (None, None)
     _, new_blocks = manager.grow(sequence, 9)
-    assert first + new_blocks == sequence.block_table
+    assert new_blocks is not None
+    assert first + new_blocks[0] == sequence.block_tables[0]
     manager.free(sequence)
-    assert (sequence.block_table, manager.pool.num_free) == ([], 10)
+    assert (sequence.block_tables, manager.pool.num_free) == ([], 10)

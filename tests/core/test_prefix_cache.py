@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.core import Status
+from octavo.core import Sequence, Status
 from octavo.core.block_keys import block_key, root_key
 from tests.core.helpers import PARAMS, Engine, make_scheduler, make_sequence
 from tests.core.test_scheduler import work
@@ -55,7 +55,7 @@ class TestHits:
         engine.run()
         second = add(engine, 1, 14)
         assert work(engine.step()) == {1: (8, 6)}
-        assert engine.plans[-1].new_blocks[1][:2] == engine.plans[0].new_blocks[0][:2]
+        assert engine.plans[-1].new_blocks[1][0][:2] == engine.plans[0].new_blocks[0][0][:2]
         engine.run()
         assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
         stats = engine.scheduler.stats()
@@ -229,7 +229,7 @@ class TestChoices:
         assert engine.scheduler.stats().num_used_blocks == 63
         plan = engine.step()
         assert plan.num_tokens == [1] * 16
-        assert len(plan.copies) == 15  # the last of them writes where it is
+        assert len(plan.tails) == len(plan.moves) == 15  # the last of them writes where it is
         stats = engine.scheduler.stats()
         assert (stats.num_used_blocks, stats.num_shared_blocks) == (62 + 16, 62)
         assert (stats.num_tokens, stats.num_forks, stats.num_block_copies) == (1000 + 16, 15, 15)
@@ -241,7 +241,8 @@ class TestChoices:
         self.add_choices(engine, 3, 8)
         engine.step()
         plan = engine.step()
-        assert (plan.copies, {i: len(blocks) for i, blocks in plan.new_blocks.items()}) == ({}, {0: 1, 1: 1, 2: 1})
+        assert (plan.moves, plan.tails) == ([], {})
+        assert {i: len(blocks) for i, (blocks,) in plan.new_blocks.items()} == {0: 1, 1: 1, 2: 1}
 
     @pytest.mark.parametrize(("budget", "steps"), [(10, 1), (5, 2), (4, 3), (1, 10)])
     def test_the_budget_is_spent_once(self, budget, steps):
@@ -300,87 +301,97 @@ class TestChoices:
         engine.run()
 
 
-class TestFork:
-    """What beam search will need: go on from a running sequence at its length, and drop others."""
+class TestBranch:
+    """What beam search does: end the beams of a group, and go on with what comes of them."""
 
-    def test_two_beams_for_some_steps(self):
-        engine = Engine(make_scheduler())
-        parent = add(engine, 0, 6, new_tokens=9)
-        for _ in range(3):
-            engine.step()
-        child = make_sequence(1, 1)
-        child.tokens[:] = [*parent.tokens[: parent.num_computed], 77]
-        child.max_length = parent.max_length
-        engine.scheduler.fork(parent, child)
-        plan = engine.step()
-        assert work(plan) == {0: (8, 1), 1: (8, 1)}
-        assert plan.copies == {}
-        grandchild = make_sequence(2, 1)
-        grandchild.tokens[:] = [*child.tokens[: child.num_computed], 78]
-        grandchild.max_length = parent.max_length
-        engine.scheduler.fork(child, grandchild)
-        assert grandchild.block_table == child.block_table
-        engine.scheduler.abort(1)
-        plan = engine.step()
-        assert (work(plan), plan.copies) == ({0: (9, 1), 2: (9, 1)}, {})  # nobody else holds the block any more
-        assert grandchild.tokens[:10] == [*parent.tokens[:8], 77, 78]
-        engine.run()
+    @staticmethod
+    def beam(seq_id: int, parent: Sequence, token: int) -> Sequence:
+        return Sequence(
+            seq_id,
+            [*parent.tokens, token],
+            PARAMS,
+            max_length=parent.max_length,
+            prompt_length=parent.prompt_length,
+            is_beam=True,
+        )
 
-    def test_a_shared_block_is_copied_for_the_one_that_writes_first(self):
+    def test_beams_wait_for_their_group_and_share_what_they_have_in_common(self):
         engine = Engine(make_scheduler())
-        parent = add(engine, 0, 6, new_tokens=9)
+        parent = add(engine, 0, 6, new_tokens=9, is_beam=True)
+        assert work(engine.step()) == {0: (0, 6)}
+        assert len(parent.tokens) == 6  # what it sampled is for its group to choose from
+        assert not engine.scheduler.schedule()
+        beams = [self.beam(i, parent, 70 + i) for i in (1, 2, 3)]
+        engine.scheduler.branch([parent], [(parent, beam) for beam in beams])
+        assert [beam.block_tables for beam in beams] == [beams[0].block_tables] * 3
+        plan = engine.step()
+        assert (work(plan), plan.finished) == ({1: (6, 1), 2: (6, 1), 3: (6, 1)}, [0])
+        assert list(plan.tails) == [1, 2]  # the last of them writes where it is
+        assert not engine.scheduler.schedule()
+        next_beams = [self.beam(i, beams[1], 80 + i) for i in (4, 5)]
+        engine.scheduler.branch(beams, [(beams[1], beam) for beam in next_beams])
+        assert engine.scheduler.stats().num_used_blocks == 2
+        plan = engine.step()
+        assert (work(plan), sorted(plan.finished)) == ({4: (7, 1), 5: (7, 1)}, [1, 2, 3])
+        engine.scheduler.branch(next_beams, [])
+        assert engine.scheduler.stats().num_used_blocks == 0
+        assert not engine.scheduler.sequences
+
+    def test_the_only_child_of_a_beam_copies_nothing(self):
+        engine = Engine(make_scheduler())
+        parent = add(engine, 0, 6, new_tokens=9, is_beam=True)
         engine.step()
-        child = make_sequence(1, 1)
-        child.tokens[:] = [*parent.tokens[:6], 77]
-        child.max_length = parent.max_length
-        engine.scheduler.fork(parent, child)
-        (first, second) = parent.block_table
-        plan = engine.step()
-        assert list(plan.copies) == [0]
-        assert plan.copies[0][0] == second
-        assert child.block_table == [first, second] != parent.block_table
-        engine.run()
+        for i in range(1, 4):
+            child = self.beam(i, parent, 7)
+            engine.scheduler.branch([parent], [(parent, child)])
+            assert engine.step().moves == []
+            parent = child
 
-    def test_without_a_seat_it_waits_and_finds_what_is_cached(self):
+    def test_without_a_seat_a_beam_waits_and_finds_what_is_cached(self):
         engine = Engine(make_scheduler(seqs=1))
-        parent = add(engine, 0, 9, new_tokens=3)
+        parent = add(engine, 0, 9, new_tokens=3, is_beam=True)
         engine.step()
-        child = make_sequence(1, 1)
-        child.tokens[:] = [*parent.tokens[:9], 77]
-        child.max_length = 12
-        engine.scheduler.fork(parent, child)
-        assert child.status is Status.WAITING
+        beams = [self.beam(i, parent, 70 + i) for i in (1, 2)]
+        engine.scheduler.branch([parent], [(parent, beam) for beam in beams])
+        assert [beam.status for beam in beams] == [Status.RUNNING, Status.WAITING]
         engine.step()
+        assert not engine.scheduler.schedule()  # the seat is taken by one that waits: a group needs a seat for each
+        engine.scheduler.abort(1)
+        assert work(engine.step()) == {2: (8, 2)}
+
+    def test_a_beam_of_one_that_lost_its_blocks_computes_them_again(self):
+        engine = Engine(make_scheduler(blocks=4, policy="priority", caching=False))
+        parent = add(engine, 0, 9, new_tokens=3, is_beam=True)
         engine.step()
-        assert work(engine.step()) == {1: (8, 2)}
+        engine.scheduler.add(make_sequence(9, prompt=12, new_tokens=1, priority=-1))
+        assert work(engine.step()) == {9: (0, 12)}
+        child = self.beam(1, parent, 7)
+        engine.scheduler.branch([parent], [(parent, child)])
+        assert len(engine.scheduler.waiting) == 1
+        assert work(engine.step()) == {1: (0, 10)}
 
     def test_nobody_takes_the_place_of_one_that_had_to_leave_before_its_first_step(self):
         """The workers have not heard of it, so no plan says that it left; all the same it stays first in line."""
         engine = Engine(make_scheduler(blocks=4, caching=False))
         first = add(engine, 0, 4, new_tokens=2)
-        last = add(engine, 1, 5, new_tokens=3, first_token=500)
+        parent = add(engine, 1, 5, new_tokens=4, first_token=500, is_beam=True)
         add(engine, 2, 2, new_tokens=1, first_token=700)
         assert engine.step().seq_ids == [0, 1]
-        for seq_id, parent in ((3, first), (4, last)):
-            child = make_sequence(seq_id, 1)
-            child.tokens[:] = [*parent.tokens[: parent.num_computed], 77]
-            child.max_length = parent.max_length
-            engine.scheduler.fork(parent, child)
-        engine.scheduler.abort(1)
-        plan = engine.step()  # 0 takes the last free block, and 3 one of the two that 4 gives up
-        assert (plan.seq_ids, plan.preempted) == ([0, 3], [])
+        beams = [self.beam(i, parent, 70 + i) for i in (3, 4)]
+        engine.scheduler.branch([parent], [(parent, beam) for beam in beams])
+        plan = engine.step()  # 0 takes the last free block, and 3 needs a copy of the block that it shares with 4
+        assert (plan.seq_ids, plan.preempted, first.num_preemptions) == ([0, 3], [], 0)
         assert engine.scheduler.waiting.peek().seq_id == 4
-        assert [s.seq_id for s in engine.run()][2:] == [2, 4]
 
     def test_what_does_not_go_on_from_the_parent_is_refused(self):
         engine = Engine(make_scheduler())
-        parent = add(engine, 0, 6)
+        parent = add(engine, 0, 6, is_beam=True)
         engine.step()
         for tokens in ([5, 6, 7], parent.tokens[:6], [9, *parent.tokens[1:6], 7]):
             child = make_sequence(1, 1)
             child.tokens[:] = tokens
             with pytest.raises(ValueError, match="does not go on from"):
-                engine.scheduler.fork(parent, child)
+                engine.scheduler.branch([parent], [(parent, child)])
 
 
 class TestFailure:

@@ -26,7 +26,7 @@ def test_one_sequence_from_prompt_to_end():
     plans = [engine.step() for _ in range(3)]
     assert [work(plan) for plan in plans] == [{5: (0, 4)}, {5: (4, 1)}, {5: (5, 1)}]
     assert [len(plan.new) for plan in plans] == [1, 0, 0]
-    assert [len(plan.new_blocks.get(5, [])) for plan in plans] == [1, 1, 0]
+    assert [len(plan.new_blocks.get(5, [[]])[0]) for plan in plans] == [1, 1, 0]
     (sequence,) = engine.finished
     assert (len(sequence.tokens), sequence.finish_reason, sequence.num_computed) == (7, "length", 6)
     assert not engine.scheduler.schedule()
@@ -115,7 +115,7 @@ def test_an_error_ends_one_sequence_alone(token):
         scheduler.add(make_sequence(i, prompt=2, stop=[3]))
     plan = scheduler.schedule()
     (failed,) = scheduler.update(plan, StepResult([7, token, 7], errors={1: "NaN"}))
-    assert (failed.seq_id, failed.finish_reason, failed.block_table) == (1, "error", [])
+    assert (failed.seq_id, failed.finish_reason, failed.block_tables) == (1, "error", [])
     assert [s.seq_id for s in scheduler.running] == [0, 2]
     assert scheduler.schedule().finished == [1]
 
@@ -184,7 +184,7 @@ def test_times_are_the_clock_s():
     for _ in range(2):
         plan = scheduler.schedule()
         scheduler.update(plan, StepResult([7]))
-    assert (sequence.first_scheduled_time, sequence.first_token_time, sequence.finish_time) == (10, 11, 12)
+    assert (sequence.first_scheduled_time, sequence.first_token_time, sequence.finish_time) == (10, 12, 14)
 
 
 class TestAbort:
@@ -293,10 +293,8 @@ class TestPreemption:
         engine.step()
         for _ in range(4):
             assert engine.step().seq_ids == [0]
-            assert (engine.scheduler.sequences[1].num_computed, len(engine.scheduler.sequences[1].block_table)) == (
-                8,
-                2,
-            )
+            last = engine.scheduler.sequences[1]
+            assert (last.num_computed, len(last.block_tables[0])) == (8, 2)
         assert [s.seq_id for s in engine.run()] == [0, 1]
         assert engine.scheduler.stats().num_preemptions == 0
 
