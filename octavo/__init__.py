@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.errors import ConfigError, ModelError, OctavoError, RequestError
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from octavo.sampling_params import SamplingParams
+    from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -24,6 +24,7 @@ _HOME = {
     "TextPrompt": "octavo.engine",
     "TokensPrompt": "octavo.engine",
     "EngineConfig": "octavo.config",
+    "BeamSearchParams": "octavo.sampling_params",
     "SamplingParams": "octavo.sampling_params",
     "CompletionOutput": "octavo.outputs",
     "Logprob": "octavo.outputs",
@@ -37,6 +38,7 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",

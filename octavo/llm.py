@@ -14,8 +14,10 @@ from octavo.core import KVSnapshot
 from octavo.engine import LLMEngine, Prompt, prompt_text
 from octavo.errors import RequestError
 from octavo.outputs import RequestOutput
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.tokenizer import ChatTemplates, Message, is_batch
+
+Params = SamplingParams | BeamSearchParams
 
 
 class LLM:
@@ -62,34 +64,32 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is refused. All are checked before any runs, so nothing is lost.
         """
-        batch: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else _listed(prompts, "prompts")
-        default = SamplingParams() if sampling_params is None else sampling_params
-        params = _one_each(default, len(batch), "sampling_params", SamplingParams)
-        priorities = _one_each(0 if priority is None else priority, len(batch), "priority", int)
-        requests = []
-        for i, (prompt, own, rank) in enumerate(zip(batch, params, priorities, strict=True)):
-            try:
-                requests.append(self.engine.process_prompt(prompt, own, rank))
-            except RequestError as error:
-                raise RequestError(f"prompt {i}: {error}") from error
-        # No id that a caller gives to `engine.add_request` is likely to look like these.
-        ids = [f"LLM.generate-{self._num_requests + i}" for i in range(len(batch))]
-        self._num_requests += len(batch)
-        try:
-            for request_id, prompt, request in zip(ids, batch, requests, strict=True):
-                self.engine.add_processed(request_id, prompt_text(prompt), request)
-            outputs = run_until_idle(self.engine, len(batch), progress=progress)
-        except BaseException:
-            for request_id in ids:
-                self.engine.abort(request_id)
-            raise
-        by_id = {output.request_id: output for output in outputs}
-        return [by_id[request_id] for request_id in ids]
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return self._run(prompts, params, SamplingParams, priority, progress)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        priority: Sequence[int] | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Searches for the most likely continuations of each prompt; `outputs` of a result are its beams, best first.
+
+        Args:
+            prompts, priority, progress: as for `generate`.
+            sampling_params: one for all prompts, or one a prompt.
+
+        Raises:
+            RequestError: as for `generate`; or the beams of a prompt can never fit into the KV pool together.
+        """
+        return self._run(prompts, sampling_params, BeamSearchParams, priority, progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -103,7 +103,7 @@ class LLM:
 
         Args:
             messages: one conversation, a list of `{"role": ..., "content": ...}`, or a list of conversations.
-            sampling_params: one for all conversations, or one each.
+            sampling_params: one for all conversations, or one each; BeamSearchParams search for the best replies.
             tools, documents, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs: for
                 all conversations, as explained at `octavo.tokenizer.ChatTemplates.render`.
             progress: show a progress bar on stderr; None shows one on a terminal.
@@ -132,12 +132,44 @@ class LLM:
                 if not batched:
                     raise
                 raise RequestError(f"conversation {i}: {error}") from error
-        outputs = self.generate(
-            [{"prompt_token_ids": prompt.token_ids} for prompt in prompts], sampling_params, progress=progress
-        )
+        params = SamplingParams() if sampling_params is None else sampling_params
+        kind = BeamSearchParams if isinstance(params, BeamSearchParams) else SamplingParams
+        tokens: list[Prompt] = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
+        outputs = self._run(tokens, params, kind, None, progress)
         for output, prompt in zip(outputs, prompts, strict=True):
             output.prompt = prompt.text
         return outputs
+
+    def _run(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params],
+        kind: type[Params],
+        priority: Sequence[int] | None,
+        progress: bool | None,
+    ) -> list[RequestOutput]:
+        batch: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else _listed(prompts, "prompts")
+        params = _one_each(sampling_params, len(batch), "sampling_params", kind)
+        priorities = _one_each(0 if priority is None else priority, len(batch), "priority", int)
+        requests = []
+        for i, (prompt, own, rank) in enumerate(zip(batch, params, priorities, strict=True)):
+            try:
+                requests.append(self.engine.process_prompt(prompt, own, rank))
+            except RequestError as error:
+                raise RequestError(f"prompt {i}: {error}") from error
+        # No id that a caller gives to `engine.add_request` is likely to look like these.
+        ids = [f"LLM-{self._num_requests + i}" for i in range(len(batch))]
+        self._num_requests += len(batch)
+        try:
+            for request_id, prompt, request in zip(ids, batch, requests, strict=True):
+                self.engine.add_processed(request_id, prompt_text(prompt), request)
+            outputs = run_until_idle(self.engine, len(batch), progress=progress)
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
+        by_id = {output.request_id: output for output in outputs}
+        return [by_id[request_id] for request_id in ids]
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters since the engine was made."""

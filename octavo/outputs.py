@@ -50,10 +50,11 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None  # of the sampled tokens; None unless logprobs were asked for
+    cumulative_logprob: float | None = None  # of the generated tokens; None unless logprobs, or beams, were asked for
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string, or the token id of `stop_token_ids`, that ended it
+    score: float | None = None  # of a beam: cumulative_logprob / len(token_ids) ** length_penalty
 
 
 @dataclass(slots=True)
@@ -61,7 +62,8 @@ class RequestOutput:
     """A request as far as it has come; `finished` says whether it goes on.
 
     `outputs` has n entries, in the order of their index. Text and token ids only ever grow. With `best_of` above n the
-    entries stay empty until the request is finished: the best come first then.
+    entries stay empty until the request is finished: the best come first then. So it is with beams, which may be fewer
+    than the width where there are no more.
     """
 
     request_id: str

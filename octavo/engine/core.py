@@ -6,7 +6,8 @@ import logging
 
 from octavo.config import EngineConfig
 from octavo.core import BlockManager, KVSnapshot, Scheduler, SchedulerStats, Sequence, make_policy
-from octavo.engine.messages import SequenceOutput, SequenceRequest
+from octavo.engine.beams import BeamSearches
+from octavo.engine.messages import BeamOutput, BeamRequest, SequenceOutput, SequenceRequest
 from octavo.executor import Executor
 from octavo.metrics import log_event
 from octavo.outputs import FinishReason, RequestMetrics
@@ -25,6 +26,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        self._beams = BeamSearches(self.scheduler)
 
     def add(self, request: SequenceRequest) -> None:
         """Queues a sequence.
@@ -49,7 +51,15 @@ class EngineCore:
             )
         )
 
-    def step(self) -> list[SequenceOutput]:
+    def add_beams(self, request: BeamRequest) -> None:
+        """Queues a beam search.
+
+        Raises:
+            RequestError: its beams can never fit into the KV pool together.
+        """
+        self._beams.add(request)
+
+    def step(self) -> list[SequenceOutput | BeamOutput]:
         """One step for all that can run; empty when nothing is left.
 
         When the executor raises, no sequence is lost: the next step does what this one should have done.
@@ -63,8 +73,10 @@ class EngineCore:
             self.scheduler.fail(plan)
             raise
         finished = {sequence.seq_id: sequence for sequence in self.scheduler.update(plan, result)}
-        outputs = []
+        outputs: list[SequenceOutput | BeamOutput] = []
         for seq_id, token in zip(plan.seq_ids, result.token_ids, strict=True):
+            if seq_id in self._beams:
+                continue
             prompt_logprobs = result.prompt_logprobs.get(seq_id, [])
             sequence = finished.get(seq_id)
             if token < 0 and not prompt_logprobs and sequence is None:
@@ -73,16 +85,23 @@ class EngineCore:
             if sequence is not None:
                 _close(output, sequence, result.errors.get(seq_id))
             outputs.append(output)
-        return outputs
+        return outputs + self._beams.take(result)
 
-    def abort(self, seq_id: int, reason: FinishReason = "abort") -> SequenceOutput | None:
-        """Ends a sequence; None when it has ended already."""
+    def abort(self, seq_id: int, reason: FinishReason = "abort") -> SequenceOutput | BeamOutput | None:
+        """Ends a sequence, or a beam search; None when it has ended already."""
+        search = self._beams.abort(seq_id, reason)
+        if search is not None:
+            return search
         sequence = self.scheduler.abort(seq_id, reason)
         if sequence is None:
             return None
         output = SequenceOutput(seq_id)
         _close(output, sequence, None)
         return output
+
+    def live_seq_ids(self, seq_id: int) -> list[int]:
+        """What a sequence, or a beam search, is known as to the scheduler: of a search, its live beams, best first."""
+        return self._beams.live_seq_ids(seq_id) or [seq_id]
 
     @property
     def has_unfinished(self) -> bool:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import NotRequired, TypedDict
 
 from octavo.config import ModelConfig
-from octavo.engine.messages import Request, SequenceRequest
+from octavo.engine.messages import BeamRequest, Request, SequenceRequest
 from octavo.errors import RequestError
 from octavo.sampling import request_seed
-from octavo.sampling_params import Bans, SamplingParams
+from octavo.sampling_params import Bans, BeamSearchParams, SamplingParams
 from octavo.tokenizer import Tokenizer
 
 MAX_SALT_LENGTH = 1024  # characters
@@ -62,8 +62,7 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={params!r}: expected SamplingParams")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority={priority!r}: expected a whole number")
+        _check_priority(priority)
         tokens, salt = self._tokens(prompt), _cache_salt(prompt)
         if params.prompt_logprobs is not None:
             _check_ids("prompt_token_ids with prompt_logprobs", tokens, self.vocab_size)
@@ -88,7 +87,31 @@ class InputProcessor:
         self._num_sequences += params.num_choices
         return Request(params, [first, *_further_choices(first, params.num_choices)])
 
-    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+    def process_beams(self, prompt: Prompt, params: BeamSearchParams, priority: int = 0) -> BeamRequest:
+        """
+        Raises:
+            RequestError: as for `process`.
+        """
+        _check_priority(priority)
+        tokens, salt = self._tokens(prompt), _cache_salt(prompt)
+        _check_ids("stop_token_ids", params.stop_token_ids, self.model.vocab_size)
+        self._check_length(len(tokens), scores=False)
+        room = self.max_model_len if params.max_tokens is None else len(tokens) + params.max_tokens
+        request = BeamRequest(
+            seq_id=self._num_sequences,
+            tokens=tokens,
+            params=params,
+            max_length=min(room, self.max_model_len),
+            stop_token_ids=self._stop_token_ids(params),
+            priority=priority,
+            arrival_time=time.monotonic(),
+            cache_salt=salt,
+        )
+        self._num_requests += 1
+        self._num_sequences += request.num_seq_ids
+        return request
+
+    def _stop_token_ids(self, params: SamplingParams | BeamSearchParams) -> frozenset[int]:
         if params.max_tokens == 0:
             return frozenset()
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
@@ -152,6 +175,11 @@ class InputProcessor:
                 "the prompt is empty and the tokeniser adds no token of its own: give at least one token"
             )
         return tokens
+
+
+def _check_priority(priority: object) -> None:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise RequestError(f"priority={priority!r}: expected a whole number")
 
 
 def _cache_salt(prompt: object) -> str | None:

@@ -10,14 +10,14 @@ from octavo.core import KVSnapshot
 from octavo.engine.core import EngineCore
 from octavo.engine.inputs import InputProcessor, Prompt, prompt_text
 from octavo.engine.interrupts import deferred_interrupt
-from octavo.engine.messages import Request
+from octavo.engine.messages import BeamRequest, Request
 from octavo.engine.outputs import OutputProcessor
 from octavo.errors import OctavoError, RequestError
 from octavo.executor import LocalExecutor
 from octavo.metrics import Profiler, log_event
 from octavo.models import model_config
 from octavo.outputs import FinishReason, RequestOutput
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.tokenizer import load_tokenizer
 from octavo.weights import open_checkpoint, resolve_model
 from octavo.worker import BootReport
@@ -53,7 +53,7 @@ class LLMEngine:
         max_model_len = self.boot_report.memory.max_model_len
         self._inputs = InputProcessor(self.tokenizer, self.model_config, max_model_len, config.seed)
         self._outputs = OutputProcessor(self.tokenizer)
-        self._seq_ids: dict[str, list[int]] = {}  # of unfinished requests
+        self._seq_ids: dict[str, list[int]] = {}  # of unfinished requests; of a beam search, the first that it had
         self._closed = False
         log_event("engine_ready", self.boot_report.fields())
 
@@ -62,15 +62,21 @@ class LLMEngine:
         """An engine from the keyword arguments of `octavo.LLM`."""
         return cls(engine_config(model, options))
 
-    def process_prompt(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Request:
+    def process_prompt(
+        self, prompt: Prompt, params: SamplingParams | BeamSearchParams, priority: int = 0
+    ) -> Request | BeamRequest:
         """Tokenises and checks a request without queueing it.
 
         Raises:
             RequestError: the request is refused; the message names the value and the limit.
         """
+        if isinstance(params, BeamSearchParams):
+            return self._inputs.process_beams(prompt, params, priority)
         return self._inputs.process(prompt, params, priority)
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams, *, priority: int = 0
+    ) -> None:
         """Queues a request; `priority` matters under `scheduling_policy="priority"`, where smaller goes first.
 
         Raises:
@@ -78,7 +84,7 @@ class LLMEngine:
         """
         self.add_processed(request_id, prompt_text(prompt), self.process_prompt(prompt, params, priority))
 
-    def add_processed(self, request_id: str, prompt: str | None, request: Request) -> None:
+    def add_processed(self, request_id: str, prompt: str | None, request: Request | BeamRequest) -> None:
         """Queues what `process_prompt` returned."""
         if self._closed:
             raise OctavoError("the engine is closed")
@@ -87,6 +93,11 @@ class LLMEngine:
         if request_id in self._seq_ids:
             raise RequestError(f"request_id={request_id!r} belongs to an unfinished request; give another")
         with deferred_interrupt():
+            if isinstance(request, BeamRequest):
+                self._core.add_beams(request)
+                self._outputs.add_beams(request_id, prompt, request)
+                self._seq_ids[request_id] = [request.seq_id]
+                return
             for sequence in request.sequences:  # all of one size: if any is refused, the first is
                 self._core.add(sequence)
             self._outputs.add(request_id, prompt, request)
@@ -122,7 +133,10 @@ class LLMEngine:
     def kv_snapshot(self) -> KVSnapshot:
         """Which KV blocks are free, cached and used, and by which requests, at this moment."""
         snapshot = self._core.kv_snapshot()
-        owner = {seq_id: (name, choice) for name, ids in self._seq_ids.items() for choice, seq_id in enumerate(ids)}
+        owner: dict[int, tuple[str, int]] = {}
+        for name, first_ids in self._seq_ids.items():
+            seq_ids = [seq_id for first in first_ids for seq_id in self._core.live_seq_ids(first)]
+            owner |= {seq_id: (name, choice) for choice, seq_id in enumerate(seq_ids)}
         for sequence in snapshot.sequences:
             sequence.request_id, sequence.choice = owner[sequence.seq_id]
         return snapshot

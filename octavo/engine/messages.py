@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from octavo.core import Hypothesis
 from octavo.outputs import FinishReason, RequestMetrics, TokenLogprobs
-from octavo.sampling_params import NO_BANS, Bans, SamplingParams
+from octavo.sampling_params import NO_BANS, Bans, BeamSearchParams, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,28 @@ class Request:
     sequences: list[SequenceRequest]
 
 
+@dataclass(frozen=True, slots=True)
+class BeamRequest:
+    """Front-end to core: search for the best continuations of this prompt."""
+
+    seq_id: int  # the first of `num_seq_ids` in a row: each beam, as it goes on, is a new sequence
+    tokens: list[int]
+    params: BeamSearchParams
+    max_length: int  # as above, as are the others
+    stop_token_ids: frozenset[int]
+    priority: int
+    arrival_time: float
+    cache_salt: str | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        return self.max_length - len(self.tokens)
+
+    @property
+    def num_seq_ids(self) -> int:
+        return 1 + self.params.beam_width * self.max_tokens
+
+
 @dataclass(slots=True)
 class SequenceOutput:
     """Core to front-end: what one step did for one sequence."""
@@ -44,4 +67,14 @@ class SequenceOutput:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics | None = None  # with the finish reason
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class BeamOutput:
+    """Core to front-end: a beam search is over."""
+
+    seq_id: int  # the request's
+    hypotheses: list[Hypothesis]  # best first
+    metrics: RequestMetrics
     error: str | None = None

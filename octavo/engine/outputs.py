@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from octavo.engine.messages import Request, SequenceOutput
+from octavo.core import Hypothesis
+from octavo.engine.messages import BeamOutput, BeamRequest, Request, SequenceOutput
 from octavo.engine.stop_strings import StopStrings
 from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput, TokenLogprobs
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.tokenizer import Detokenizer, Tokenizer
 
 
@@ -48,6 +49,7 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.num_generated_tokens = 0  # since the engine was made
         self._live: dict[int, tuple[_Live, _Choice]] = {}  # by seq_id
+        self._searches: dict[int, tuple[RequestOutput, BeamSearchParams]] = {}  # likewise
 
     def add(self, request_id: str, prompt: str | None, request: Request) -> None:
         params = request.params
@@ -62,7 +64,11 @@ class OutputProcessor:
         for sequence, choice in zip(request.sequences, choices, strict=True):
             self._live[sequence.seq_id] = live, choice
 
-    def process(self, updates: Iterable[SequenceOutput]) -> tuple[list[RequestOutput], list[int]]:
+    def add_beams(self, request_id: str, prompt: str | None, request: BeamRequest) -> None:
+        output = RequestOutput(request_id, prompt, list(request.tokens), _empty(request.params.beam_width))
+        self._searches[request.seq_id] = output, request.params
+
+    def process(self, updates: Iterable[SequenceOutput | BeamOutput]) -> tuple[list[RequestOutput], list[int]]:
         """Takes what one step did.
 
         Returns:
@@ -73,6 +79,10 @@ class OutputProcessor:
         moved: dict[str, RequestOutput] = {}
         stopped = []
         for update in updates:
+            if isinstance(update, BeamOutput):
+                output = self._close_search(update)
+                moved[output.request_id] = output
+                continue
             live, choice = self._live[update.seq_id]
             self._take(live, choice, update)
             if update.finish_reason is not None:
@@ -143,6 +153,37 @@ class OutputProcessor:
         output.error = next((choice.error for choice in shown if choice.error is not None), None)
         output.metrics = _combined(live.metrics)
         output.finished = True
+
+    def _close_search(self, update: BeamOutput) -> RequestOutput:
+        output, params = self._searches.pop(update.seq_id)
+        output.outputs = [
+            self._beam(output, params, index, hypothesis) for index, hypothesis in enumerate(update.hypotheses)
+        ]
+        output.error, output.metrics, output.finished = update.error, update.metrics, True
+        self.num_generated_tokens += sum(len(beam.token_ids) for beam in output.outputs)
+        return output
+
+    def _beam(
+        self, output: RequestOutput, params: BeamSearchParams, index: int, hypothesis: Hypothesis
+    ) -> CompletionOutput:
+        tokens = shown = hypothesis.token_ids
+        beam = CompletionOutput(
+            index,
+            token_ids=list(tokens),
+            cumulative_logprob=hypothesis.logprob,
+            finish_reason=hypothesis.finish_reason,
+            score=hypothesis.score,
+        )
+        if beam.finish_reason == "stop":
+            if tokens[-1] in params.stop_token_ids:
+                beam.stop_reason = tokens[-1]
+            if not params.include_stop_str_in_output:
+                shown = tokens[:-1]
+        detokenizer = Detokenizer(
+            self.tokenizer, skip_special_tokens=params.skip_special_tokens, prompt_ids=output.prompt_token_ids
+        )
+        beam.text = detokenizer.feed(shown) + detokenizer.flush()
+        return beam
 
     def _with_text(self, entry: TokenLogprobs) -> PositionLogprobs:
         """The token that stands there first, then the most likely ones."""
