@@ -44,15 +44,15 @@ def load(model: str, threads: int | None, fast_math: bool) -> tuple[CpuBackend, 
 
 
 def decode_batch(rng: np.random.Generator, vocabulary: int, tables: NDArray[np.int32], context: int) -> Batch:
-    """One new token for each sequence, at position `context`."""
-    count = len(tables)
+    """One new token for each sequence, at position `context`; tables [groups of layers, sequences, blocks]."""
+    count = tables.shape[1]
     return Batch(
         token_ids=rng.integers(0, vocabulary, count).astype(np.int32),
         positions=np.full(count, context, np.int32),
-        slot_mapping=tables[:, context // BLOCK].astype(np.int64) * BLOCK + context % BLOCK,
+        slot_mapping=tables[:, :, context // BLOCK].astype(np.int64) * BLOCK + context % BLOCK,
         query_starts=np.arange(count + 1, dtype=np.int32),
         context_lens=np.full(count, context + 1, np.int32),
-        block_tables=np.ascontiguousarray(tables[:, : context // BLOCK + 1]),
+        block_tables=np.ascontiguousarray(tables[:, :, : context // BLOCK + 1]),
         logit_rows=np.arange(count, dtype=np.int32),
     )
 
@@ -79,14 +79,15 @@ def fastest_step(backend: CpuBackend, batch: Batch) -> float:
 def measure(backend: CpuBackend, vocabulary: int) -> list[tuple[int, int, float]]:
     """(batch, context, seconds) of each cell."""
     cells = sorted({(b, c) for b in (1, 8) for c in CONTEXTS} | {(b, c) for b in BATCHES for c in (16, 1024)})
-    num_blocks = max(b * (c // BLOCK + 1) for b, c in cells)
+    groups = len(backend.kv_groups)
+    num_blocks = groups * max(b * (c // BLOCK + 1) for b, c in cells)
     backend.allocate_kv_cache(num_blocks)
     rng = np.random.default_rng(0)
     fill(backend, rng)
     blocks = rng.permutation(num_blocks).astype(np.int32)
     results = []
     for batch, context in cells:
-        tables = blocks[: batch * (context // BLOCK + 1)].reshape(batch, -1)
+        tables = blocks[: groups * batch * (context // BLOCK + 1)].reshape(groups, batch, -1)
         results.append((batch, context, fastest_step(backend, decode_batch(rng, vocabulary, tables, context))))
         print(f"batch {batch:3d}  context {context:5d}  {results[-1][2] * 1e3:9.2f} ms", flush=True)
     return results

@@ -40,8 +40,11 @@ from octavo.errors import ConfigError
         ("enable_prefix_caching", "yes", ["'yes'", "bool"]),
         ("quantization", "int8", ["'int8'", "not supported yet", "'none'"]),
         ("quantization", 8, ["8", "str"]),
-        ("preemption_mode", "swap", ["'swap'", "not supported yet", "recompute"]),
-        ("swap_space_bytes", 1, ["1", "not supported yet", "0"]),
+        ("preemption_mode", "swap", ["'swap'", "needs swap_space_bytes", "0"]),
+        ("preemption_mode", "drop", ["'drop'", "auto, recompute, swap"]),
+        ("swap_space_bytes", -1, ["-1", "at least 0"]),
+        ("swap_directory", "/tmp", ["'/tmp'", "needs swap_space_bytes"]),
+        ("swap_directory", 3, ["3", "str"]),
         ("swap_space_bytes", True, ["True", "int"]),
         ("tensor_parallel_size", 2, ["2", "not supported yet", "use 1"]),
         ("tensor_parallel_size", True, ["True", "int"]),
@@ -63,6 +66,11 @@ def test_the_pool_is_sized_in_one_way():
         EngineConfig(model="m", kv_cache_memory_bytes=2**20, num_kv_blocks=10)
 
 
+def test_swapping_needs_prefix_caching():
+    with pytest.raises(ConfigError, match=r"swap_space_bytes=1: .* leave enable_prefix_caching on, or give 0"):
+        EngineConfig(model="m", swap_space_bytes=1, enable_prefix_caching=False)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -73,6 +81,8 @@ def test_the_pool_is_sized_in_one_way():
         {"seed": -1},
         {"quantization": "none"},
         {"preemption_mode": "recompute"},
+        {"preemption_mode": "swap", "swap_space_bytes": 2**30},
+        {"swap_directory": "/tmp", "swap_space_bytes": 1},
         {"backend": "torch", "device": "cuda:0", "dtype": "bfloat16", "kv_cache_dtype": "float32"},
         {"scheduling_policy": "priority", "enable_prefix_caching": False},
     ],

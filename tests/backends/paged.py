@@ -85,7 +85,7 @@ class Paged:
                 first = min(max(0, start - window + 1) // self._block_size, len(table))
                 gone = [block for block in table[:first] if block != NOTHING]
                 self._spoil(gone)
-                self._free[:0] = gone
+                self._free += gone  # the next to be taken, in this very step
                 table[:first] = [NOTHING] * first
 
     def batch(self, work: dict[str, Sequence[int]], logit_rows: Sequence[int] | None = None) -> Batch:

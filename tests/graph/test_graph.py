@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from octavo.errors import ModelError
-from octavo.graph import DType, Graph, Op, Trace, Value
+from octavo.graph import DType, Graph, KVGroup, Op, Trace, Value
 
 PRINTED = """\
 graph(token_ids: i32[T], positions: i32[T]) -> %20: f32[S, 32]
@@ -74,6 +74,59 @@ def test_tied_weights_are_listed_once() -> None:
 
 def test_kv_shapes_come_from_the_attention_nodes() -> None:
     assert tiny().kv_shapes == {0: (1, 12)}
+
+
+def layers_of(*kinds: tuple[int | None, int, int]) -> Graph:
+    """A layer of (window, KV heads, head_dim) each, all of six query heads."""
+    t = Trace("bfloat16")
+    x = t.rms_norm(t.embed(t.token_ids, "embed", 32, 96), "norm", eps=1e-5)
+    for layer, (window, kv_heads, head_dim) in enumerate(kinds):
+        q = t.linear(x, f"{layer}.q", 6 * head_dim)
+        k, v = (t.linear(x, f"{layer}.{name}", kv_heads * head_dim) for name in "kv")
+        h = t.attention(
+            q, k, v, layer=layer, num_heads=6, num_kv_heads=kv_heads, head_dim=head_dim, scale=1.0, window=window
+        )
+        x = t.linear(h, f"{layer}.o", 96)
+    return t.graph(t.lm_head(t.select_rows(x), "embed", 32))
+
+
+class TestKVGroups:
+    LOCAL, GLOBAL = (512, 1, 16), (None, 1, 16)
+
+    def test_layers_of_one_kind_are_one_group(self) -> None:
+        assert layers_of(self.GLOBAL, self.GLOBAL).kv_groups == (KVGroup(None, (0, 1)),)
+        assert layers_of(self.LOCAL, self.LOCAL).kv_groups == (KVGroup(512, (0, 1)),)
+
+    def test_gemma_3_270m(self) -> None:
+        graph = layers_of(*[self.GLOBAL if i % 6 == 5 else self.LOCAL for i in range(18)])
+        assert graph.kv_groups == (
+            KVGroup(None, (5, 11, 17)),
+            KVGroup(512, (0, 1, 2)),
+            KVGroup(512, (3, 4, 6)),
+            KVGroup(512, (7, 8, 9)),
+            KVGroup(512, (10, 12, 13)),
+            KVGroup(512, (14, 15, 16)),
+        )
+        assert graph.kv_block_width == 3 * 2 * 16
+
+    def test_the_last_group_of_a_kind_may_be_smaller(self) -> None:
+        """Gemma 3 1B: 22 local layers and 4 global ones."""
+        graph = layers_of(*[self.GLOBAL if i % 6 == 5 else self.LOCAL for i in range(26)])
+        assert [len(group.layers) for group in graph.kv_groups] == [4, 4, 4, 4, 4, 4, 2]
+        assert [group.window for group in graph.kv_groups] == [None] + [512] * 6
+        assert sorted(layer for group in graph.kv_groups for layer in group.layers) == list(range(26))
+
+    def test_windows_and_shapes_are_kinds(self) -> None:
+        graph = layers_of(self.LOCAL, (256, 1, 16), self.GLOBAL, (None, 2, 16), (None, 1, 32), (None, 1, 32))
+        assert graph.kv_groups == (
+            KVGroup(None, (2,)),
+            KVGroup(None, (3,)),
+            KVGroup(None, (4,)),
+            KVGroup(None, (5,)),
+            KVGroup(512, (0,)),
+            KVGroup(256, (1,)),
+        )
+        assert graph.kv_block_width == 2 * 32
 
 
 def test_every_op_of_the_vocabulary_can_be_traced() -> None:

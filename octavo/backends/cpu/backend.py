@@ -132,8 +132,8 @@ class CpuBackend(Backend):
             self._program.allocate_kv_cache(num_blocks, self._block_size)
         except MemoryError as error:
             raise ConfigError(
-                f"a KV cache of {num_blocks} blocks ({num_blocks * self._block_bytes} bytes) does not fit into memory; lower "
-                "num_kv_blocks or kv_cache_memory_bytes"
+                f"a KV cache of {num_blocks} blocks ({num_blocks * self._block_bytes} bytes) does not fit into memory; "
+                "lower num_kv_blocks or kv_cache_memory_bytes"
             ) from error
 
     def kv_caches(self) -> list[tuple[NDArray[np.uint16], NDArray[np.uint16]]]:
