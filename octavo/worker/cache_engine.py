@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.backends.base import Backend
 from octavo.config import KV_MEMORY_SHARE, EngineConfig, ModelConfig
+from octavo.core.block_manager import most_blocks
 from octavo.errors import ConfigError
 from octavo.graph import KVGroup
 
@@ -59,18 +59,6 @@ class CacheEngine:
             backend.allocate_swap_space(self.plan.num_swap_blocks, directory)
 
 
-def blocks_of_sequence(length: int, windows: Sequence[int | None], block_size: int, max_num_batched_tokens: int) -> int:
-    """Blocks that a sequence of `length` tokens may hold at once, over all groups of layers.
-
-    A group with a window holds what the tokens of one step see and store, wherever in its blocks that begins.
-    """
-    whole = -(-length // block_size)
-    return sum(
-        whole if window is None else min(whole, (window - 1 + max_num_batched_tokens - 1) // block_size + 2)
-        for window in windows
-    )
-
-
 def plan_memory(config: EngineConfig, model: ModelConfig, backend: Backend) -> MemoryPlan:
     """Sizes the pool by what the user said, else by a share of the memory that weights and swap space leave.
 
@@ -86,7 +74,7 @@ def plan_memory(config: EngineConfig, model: ModelConfig, backend: Backend) -> M
     windows = [group.window for group in backend.kv_groups]
 
     def held(length: int) -> int:
-        return blocks_of_sequence(length, windows, config.block_size, config.max_num_batched_tokens)
+        return most_blocks(length, config.block_size, windows, config.max_num_batched_tokens)
 
     num_swap_blocks = _num_swap_blocks(config, backend)
     num_blocks = _num_blocks(config, backend, most=config.max_num_seqs * held(wanted_len))

@@ -69,7 +69,7 @@ class ModelRunner:
         return Batch(
             token_ids=self.slots.tokens[row_slots, positions],
             positions=positions.astype(np.int32),
-            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            slot_mapping=np.ascontiguousarray(blocks * self.block_size + positions % self.block_size),
             query_starts=query_starts.astype(np.int32),
             context_lens=(starts + counts).astype(np.int32),
             block_tables=self._block_tables(slots, int(most_blocks)),
@@ -78,7 +78,7 @@ class ModelRunner:
 
     def _block_tables(self, slots: Index, width: int) -> NDArray[np.int32]:
         """Rows keep what earlier tenants of their slots wrote: blank it, so that none of their blocks is ever named."""
-        tables = self.slots.block_table[:, slots, :width]
+        tables = self.slots.block_table[:, :, :width].take(slots, axis=1)
         tables[:, np.arange(width) >= self.slots.num_blocks[slots, None]] = 0
         return tables
 

@@ -172,7 +172,7 @@ class TestGenerate:
         (["--n", "129"], "n=129: must be between 1 and 128"),
         (["--min-p", "2"], "min_p=2.0"),
         (["--logprobs", "21"], "logprobs=21: must be between 0 and 20"),
-        (["--swap-space-bytes", "1"], "swapping is not supported yet"),
+        (["--swap-space-bytes", "1"], "swap_space_bytes=1: one block of 16 tokens alone takes"),
         (["--tensor-parallel-size", "2"], "tensor_parallel_size=2"),
         (["--max-model-len", "1000"], "at most 256 tokens"),
         (["--file", "no-such-file"], "cannot read prompts from no-such-file"),
