@@ -18,13 +18,20 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self.executor = executor
+        memory = executor.boot_report.memory
         self.scheduler = Scheduler(
             BlockManager(
-                executor.boot_report.memory.num_blocks, config.block_size, caching=config.enable_prefix_caching
+                memory.num_blocks,
+                config.block_size,
+                caching=config.enable_prefix_caching,
+                windows=memory.windows,
+                max_chunk=config.max_num_batched_tokens,
+                num_host_blocks=memory.num_swap_blocks,
             ),
             make_policy(config.scheduling_policy),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            preemption_mode=config.preemption_mode,
         )
         self._beams = BeamSearches(self.scheduler)
 
