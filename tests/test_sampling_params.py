@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from octavo import SamplingParams
+from octavo import BeamSearchParams, SamplingParams
 from octavo.errors import OctavoError, RequestError
 from octavo.sampling_params import GREEDY_TEMPERATURE
 
@@ -212,3 +212,50 @@ def test_greedy(temperature, greedy):
 def test_a_request_error_is_a_value_error_and_an_octavo_error():
     assert issubclass(RequestError, ValueError)
     assert issubclass(RequestError, OctavoError)
+
+
+class TestBeamSearchParams:
+    @pytest.mark.parametrize(
+        ("name", "value", "says"),
+        [
+            ("beam_width", 0, ["0", "between 1 and 128"]),
+            ("beam_width", 129, ["129", "between 1 and 128"]),
+            ("beam_width", True, ["True", "whole number"]),
+            ("beam_width", None, ["None", "whole number"]),
+            ("max_tokens", 0, ["0", "at least 1"]),
+            ("max_tokens", 2.0, ["2.0", "whole number"]),
+            ("length_penalty", 10.5, ["10.5", "between -10 and 10"]),
+            ("length_penalty", math.nan, ["nan", "between -10 and 10"]),
+            ("length_penalty", "1", ["'1'", "number"]),
+            ("early_stopping", "always", ["'always'", "true, false or 'never'"]),
+            ("early_stopping", 1, ["1", "true, false or 'never'"]),
+            ("early_stopping", None, ["None", "true, false or 'never'"]),
+            ("ignore_eos", 1, ["1", "true or false"]),
+            ("include_stop_str_in_output", None, ["None", "true or false"]),
+            ("skip_special_tokens", "no", ["'no'", "true or false"]),
+            ("stop_token_ids", [-1], ["-1", "at least 0"]),
+            ("stop_token_ids", "ab", ["'ab'", "list of token ids"]),
+        ],
+    )
+    def test_a_refusal_names_the_parameter_the_value_and_the_limit(self, name, value, says):
+        with pytest.raises(RequestError) as caught:
+            BeamSearchParams(**{"beam_width": 2, name: value})
+        assert str(caught.value).startswith(name)
+        assert "\n" not in str(caught.value)
+        assert all(words in str(caught.value) for words in says)
+
+    def test_edges_and_lists(self):
+        params = BeamSearchParams(beam_width=128, max_tokens=None, length_penalty=-10, early_stopping="never")
+        assert params.stop_token_ids == ()
+        assert BeamSearchParams(beam_width=1, stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
+        assert BeamSearchParams(beam_width=1, stop_token_ids=None) == BeamSearchParams(beam_width=1)
+        assert hash(dataclasses.replace(params)) == hash(params)
+
+    def test_the_width_is_to_be_given(self):
+        with pytest.raises(TypeError, match="beam_width"):
+            BeamSearchParams()
+
+
+def test_what_beams_ask_of_the_sampler_may_be_more_than_a_caller_may_ask():
+    params = SamplingParams.reporting(129)
+    assert (params.greedy, params.logprobs, params.num_choices) == (True, 129, 1)

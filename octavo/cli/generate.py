@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.fetch import fetch
-from octavo.cli.options import add_engine_flags, add_sampling_flags, engine_from, sampling_from
+from octavo.cli.options import (
+    add_beam_flags,
+    add_engine_flags,
+    add_sampling_flags,
+    beams_from,
+    engine_from,
+    sampling_from,
+)
 from octavo.cli.terminal import show, show_styled
 from octavo.config import DEMO_MODEL
 from octavo.engine import LLMEngine
@@ -34,12 +41,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--quiet", action="store_true", help="neither boot report nor statistics on stderr")
     add_sampling_flags(parser, max_tokens=64)
+    add_beam_flags(parser)
     add_engine_flags(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_from(args)
+    params = beams_from(args) or sampling_from(args)
     config = engine_from(args)
     prompts = _prompts(args)
     quiet = False if args.quiet else None
@@ -112,8 +120,9 @@ def _print_texts(outputs: list[RequestOutput]) -> None:
         for completion in output.outputs:
             show_styled(output.prompt or "", "bold", sys.stdout)
             show(completion.text + "\n")
-            which = f"choice {completion.index + 1} of {len(output.outputs)}, " if len(output.outputs) > 1 else ""
-            note = f"[{which}{len(completion.token_ids)} tokens, {completion.finish_reason}]\n\n"
+            kind, score = ("choice", "") if completion.score is None else ("beam", f"score {completion.score:.3f}, ")
+            which = f"{kind} {completion.index + 1} of {len(output.outputs)}, " if len(output.outputs) > 1 else ""
+            note = f"[{which}{score}{len(completion.token_ids)} tokens, {completion.finish_reason}]\n\n"
             show_styled(note, "dim", sys.stdout)
 
 
@@ -145,8 +154,11 @@ def _choice(completion: CompletionOutput) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }
-    if completion.logprobs is not None:
+    if completion.cumulative_logprob is not None:
         record["cumulative_logprob"] = completion.cumulative_logprob
+    if completion.score is not None:
+        record["score"] = completion.score
+    if completion.logprobs is not None:
         record["logprobs"] = [_position(entry) for entry in completion.logprobs]
     return record
 

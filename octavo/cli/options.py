@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 from dataclasses import MISSING, fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from octavo.config import EngineConfig, engine_config
-from octavo.sampling_params import SamplingParams
+from octavo.errors import RequestError
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 _SAMPLING_HELP = {
     "n": "continuations to print",
@@ -69,11 +70,54 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, without: Collection[s
         if f.name == "seed" or f.name in without:
             continue
         if f.name in _LISTS:
-            flag = "--" + f.name.replace("_", "-")
+            flag = _flag(f.name)
             group.add_argument(flag, help=_SAMPLING_HELP[f.name], **_LISTS[f.name])
         else:
             default = defaults.get(f.name, f.default)
             _add_flag(group, f.name, hints[f.name], default, _SAMPLING_HELP[f.name])
+
+
+_EARLY_STOPPING: dict[str, bool | Literal["never"]] = {"false": False, "true": True, "never": "never"}
+
+
+def add_beam_flags(parser: argparse.ArgumentParser) -> None:
+    """What `BeamSearchParams` has and `SamplingParams` has not; None where a flag is not given."""
+    group = parser.add_argument_group("beam search")
+    group.add_argument(
+        "--beam-width", type=int, metavar="INT", help="search for that many most likely continuations, and sample none"
+    )
+    group.add_argument(
+        "--length-penalty", type=float, metavar="FLOAT", help="above 0 longer ones score higher (default: 1.0)"
+    )
+    group.add_argument(
+        "--early-stopping", choices=_EARLY_STOPPING, help="when enough are finished, stop at once (default: false)"
+    )
+
+
+def beams_from(args: argparse.Namespace) -> BeamSearchParams | None:
+    """None where no beam search is asked for.
+
+    Raises:
+        RequestError: a flag says how to search where none is asked for, or how to sample where nothing is sampled.
+    """
+    how = {name: getattr(args, name) for name in ("length_penalty", "early_stopping")}
+    own: dict[str, Any] = {name: value for name, value in how.items() if value is not None}
+    if args.beam_width is None:
+        for name in own:
+            raise RequestError(f"{_flag(name)} is for a beam search: give --beam-width too, or leave it out")
+        return None
+    if "early_stopping" in own:
+        own["early_stopping"] = _EARLY_STOPPING[own["early_stopping"]]
+    shared = {f.name for f in fields(BeamSearchParams)}
+    for f in fields(SamplingParams):
+        value = getattr(args, f.name)
+        if f.name in shared:
+            own[f.name] = value
+        elif f.name != "seed" and value not in (None, f.default):
+            raise RequestError(f"{_flag(f.name)} is not for a beam search: leave it or --beam-width out")
+    if own["max_tokens"] == -1:
+        own["max_tokens"] = None
+    return BeamSearchParams(beam_width=args.beam_width, **own)
 
 
 def engine_from(args: argparse.Namespace) -> EngineConfig:
@@ -88,8 +132,12 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**values)
 
 
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _add_flag(group: argparse._ArgumentGroup, name: str, hint: Any, default: Any, text: str) -> None:
-    flag = "--" + name.replace("_", "-")
+    flag = _flag(name)
     if default is MISSING:
         raise ValueError(f"{name} has no default and cannot be a flag")
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]

@@ -107,6 +107,17 @@ class TestGenerate:
         (choice,) = json.loads(octavo(capsys, *forced, "--bad-words", "k", "--min-tokens", 3, "a")[1])["choices"]
         assert 77 not in choice["token_ids"]
 
+    def test_beams(self, capsys, tiny_llama: Path) -> None:
+        command = ["generate", "--model", tiny_llama, *SMALL, "--beam-width", 3, "--max-tokens", 4, "--ignore-eos"]
+        code, out, err = octavo(capsys, *command, "the quick")
+        assert code == 0
+        assert out.index("[beam 1 of 3, score -") < out.index("[beam 2 of 3, score -") < out.index("[beam 3 of 3, ")
+        assert "1 requests, 5 prompt tokens and 12 generated" in err
+        more = ["--length-penalty", 0, "--early-stopping", "never", "--json", "--quiet"]
+        choices = json.loads(octavo(capsys, *command, *more, "the quick")[1])["choices"]
+        assert [choice["score"] for choice in choices] == [choice["cumulative_logprob"] for choice in choices]
+        assert [len(choice["token_ids"]) for choice in choices] == [4, 4, 4]
+
     def test_the_same_seed_gives_the_same_text(self, capsys, tiny_llama: Path) -> None:
         runs = [
             octavo(capsys, "generate", "--model", tiny_llama, *SMALL, "--quiet", "--seed", seed, "a")[1]
@@ -172,6 +183,12 @@ class TestGenerate:
         (["--n", "129"], "n=129: must be between 1 and 128"),
         (["--min-p", "2"], "min_p=2.0"),
         (["--logprobs", "21"], "logprobs=21: must be between 0 and 20"),
+        (["--beam-width", "129"], "beam_width=129: must be between 1 and 128"),
+        (["--beam-width", "2", "--length-penalty", "11"], "length_penalty=11.0: must be"),
+        (["--beam-width", "2", "--temperature", "0"], "--temperature is not for a beam search: leave it or --beam-w"),
+        (["--beam-width", "2", "--stop", "a"], "--stop is not for a beam search"),
+        (["--length-penalty", "1"], "--length-penalty is for a beam search: give --beam-width too"),
+        (["--early-stopping", "true"], "--early-stopping is for a beam search"),
         (["--swap-space-bytes", "1"], "swap_space_bytes=1: one block of 16 tokens alone takes"),
         (["--tensor-parallel-size", "2"], "tensor_parallel_size=2"),
         (["--max-model-len", "1000"], "at most 256 tokens"),
