@@ -9,6 +9,8 @@
 
 namespace octavo {
 
+constexpr std::int64_t kFewBytes = 4 << 20;  // are moved sooner than sleeping threads are awake
+
 Program::Program(const Kernels& kernels, int num_threads)
     : runtime_(kernels), pool_(num_threads), scratch_(num_threads) {}
 
@@ -247,14 +249,19 @@ void Program::move_blocks(std::span<const BlockMove> moves) {
   char* cache = runtime_.kv_memory->as<char>();
   char* host = runtime_.swap_memory.as<char>();
   const std::int64_t size = block_bytes();
-  pool_.run([&](int thread) {  // a thread takes the same part of each block, so that moves are done in order
-    const std::int64_t begin = size * thread / num_threads(), end = size * (thread + 1) / num_threads();
+  const auto move_part = [&](int part, int parts) {  // the same part of each block, so that moves are done in order
+    const std::int64_t begin = size * part / parts, end = size * (part + 1) / parts;
     for (const BlockMove& move : moves) {
       const char* from = (move.kind == BlockMove::Kind::kSwapIn ? host : cache) + move.source * size;
       char* to = (move.kind == BlockMove::Kind::kSwapOut ? host : cache) + move.destination * size;
       if (from != to) std::memcpy(to + begin, from + begin, end - begin);
     }
-  });
+  };
+  if (size * static_cast<std::int64_t>(moves.size()) < kFewBytes) {
+    move_part(0, 1);
+  } else {
+    pool_.run([&](int thread) { move_part(thread, num_threads()); });
+  }
 }
 
 std::int64_t Program::weight_bytes() const {

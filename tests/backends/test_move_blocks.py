@@ -95,6 +95,24 @@ def test_in_order_and_nothing_else(
         np.testing.assert_array_equal(part, expected(old))
 
 
+def test_many_blocks_are_moved_by_all_threads(path: Path) -> None:
+    """More than 4 MiB: each thread moves its part of every block, of the odd bytes at their borders too."""
+    backend = load_native(path, num_threads=3)
+    count = (6 << 20) // backend.block_bytes
+    backend.allocate_kv_cache(count)
+    backend.allocate_swap_space(count, None)
+    parts = [part for cache in backend.kv_caches() for part in cache]
+    rng = np.random.default_rng(0)
+    for part in parts:
+        part[:] = rng.integers(0, 2**16, part.shape)
+    before = [part.copy() for part in parts]
+    order = rng.permutation(count).tolist()
+    backend.move_blocks([BlockMove("swap_out", block, slot) for slot, block in enumerate(order)])
+    backend.move_blocks([BlockMove("swap_in", slot, slot) for slot in range(count)])
+    for part, old in zip(parts, before, strict=True):
+        np.testing.assert_array_equal(part, old[order])
+
+
 @pytest.mark.parametrize(
     ("move", "where"),
     [
