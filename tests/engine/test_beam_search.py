@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from octavo import LLM, BeamSearchParams, LLMEngine, RequestError, RequestOutput, SamplingParams
+from tests.backends.checkpoints import make
 from tests.core.test_beam_search import reference as dense_search
-from tests.tiny import make_llama
+from tests.tiny import make_llama, make_tokenizer
 
 VOCABULARY = 320
 ROOMY = {"num_kv_blocks": 256, "num_threads": 1}
@@ -68,7 +69,7 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
 
 
 def transformers_beams(
-    model: LlamaForCausalLM, tokens: list[int], params: BeamSearchParams, stops: list[int]
+    model: PreTrainedModel, tokens: list[int], params: BeamSearchParams, stops: list[int]
 ) -> list[tuple[list[int], float]]:
     with torch.inference_mode():
         found = model.generate(
@@ -95,7 +96,7 @@ def transformers_beams(
 
 @pytest.mark.parametrize("early", EARLY)
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 2.0])
-@pytest.mark.parametrize(("width", "num_stops"), [(2, 60), (3, 80), (4, 90), (6, 0), (8, 25)])
+@pytest.mark.parametrize(("width", "num_stops"), [(2, 60), (3, 80), (4, 90), (6, 0), (8, 25), (24, 30)])
 def test_transformers_beams(
     oracle: LLM, transformers_model: LlamaForCausalLM, width: int, num_stops: int, penalty: float, early: Any
 ) -> None:
@@ -242,6 +243,29 @@ def test_nothing_changes_one_bit(cpu: LLM, model: Path, caching: bool, blocks: i
         assert stats["num_used_blocks"] == stats["num_running"] == stats["num_waiting"] == 0
         assert stats["num_block_copies"] > 0
         assert stats["num_free_blocks"] + stats["num_cached_blocks"] == stats["num_blocks"]
+
+
+def test_layers_that_look_back_over_a_window(tmp_path: Path) -> None:
+    """Gemma 3's mixture, with windows of 12: what a beam goes on from has lost most of its blocks in three layers of
+    four."""
+    path = make("gemma3", tmp_path, vocab_size=VOCABULARY, head_dim=16).path
+    make_tokenizer(path, adds_bos=False)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    stops = ends(50, seed=4)
+    params = ended_by(stops, beam_width=4, length_penalty=0.5)
+    prompts = [prompt(length, seed) for seed, length in enumerate((90, 60, 5, 110))]
+    with LLM(str(path), backend="torch", dtype="float32", **ROOMY) as llm:
+        for output in llm.beam_search(prompts, params):
+            expected = transformers_beams(reference, output.prompt_token_ids, params, stops)
+            assert [beam.token_ids for beam in output.outputs] == [tokens for tokens, _ in expected]
+    with LLM(str(path), backend="cpu", enable_prefix_caching=False, **ROOMY) as llm:
+        expected = answers([llm.beam_search(one, params)[0] for one in prompts])
+    for caching in (True, False):
+        few: dict[str, Any] = {"num_kv_blocks": 76, "max_num_batched_tokens": 20, "enable_prefix_caching": caching}
+        with LLM(str(path), backend="cpu", num_threads=1, **few) as llm:
+            assert answers(llm.beam_search(prompts, params)) == expected
+            assert llm.stats()["num_preemptions"] > 0
+            assert llm.stats()["num_used_blocks"] == 0
 
 
 def check_live_beams(llm: LLM, params: list[BeamSearchParams]) -> None:
