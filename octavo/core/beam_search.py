@@ -38,14 +38,14 @@ class BeamGroup:
 
     One step, with a width of 2, a length penalty of 0, and E as the token that ends a beam::
 
-        live              candidates, all together, best first       the first 2:   E finishes its beam
-        0  "the cat"  -1  0 + E      -1.2   <- finished              the others:    E is dropped
-        1  "a dog"    -2  0 + "sat"  -1.9   <- goes on, as 0
-                          1 + "ran"  -2.5   <- goes on, as 1
-                          1 + E      -2.6      dropped
+        live              candidates, all together, best first
+        0  "the cat"  -1  0 + E      -1.2   is finished
+        1  "a dog"    -2  0 + "sat"  -1.9   goes on, as 0
+                          1 + "ran"  -2.5   goes on, as 1
+                          1 + E      -2.6   is dropped
                           ...
 
-    So there are always 2 that go on, and only one of the best 2 may be finished.
+    A token that ends a beam counts among the best 2 alone; the best 2 of the other candidates always go on.
     """
 
     def __init__(self, params: BeamSearchParams, *, max_tokens: int, stop_token_ids: Collection[int]) -> None:
@@ -75,12 +75,12 @@ class BeamGroup:
         width, stops, live = self.params.beam_width, self.stop_token_ids, self.live
         ranked = self._ranked(candidates)
         is_last = len(live[0].token_ids) + 1 == self.max_tokens
-        for logprob, parent, token in ranked[:width]:
+        for cost, parent, token in ranked[:width]:
             if token in stops or is_last:
                 reason: FinishReason = "stop" if token in stops else "length"
-                self._finish(Beam([*live[parent].token_ids, token], logprob), reason)
+                self._finish(Beam([*live[parent].token_ids, token], -cost), reason)
         going_on = [] if is_last else [candidate for candidate in ranked if candidate[2] not in stops][:width]
-        self.live = [Beam([*live[parent].token_ids, token], logprob) for logprob, parent, token in going_on]
+        self.live = [Beam([*live[parent].token_ids, token], -cost) for cost, parent, token in going_on]
         if self._is_over():
             self.live = []
         return [(parent, token) for _, parent, token in going_on] if self.live else []
@@ -91,15 +91,13 @@ class BeamGroup:
         return sorted(self.finished + ended, key=lambda one: -one.score)[: self.params.beam_width]
 
     def _ranked(self, candidates: Iterable[TokenLogprobs]) -> list[tuple[float, int, int]]:
-        """(cumulative logprob, parent, token), best first; ties go to the earlier beam, then to the lower id."""
-        ranked = [
-            (beam.logprob + logprob, parent, token)
+        """(minus the cumulative logprob, parent, token), best first; ties go to the earlier beam, then the lower id."""
+        return sorted(
+            (-(beam.logprob + logprob), parent, token)
             for parent, (beam, top) in enumerate(zip(self.live, candidates, strict=True))
             for token, logprob in zip(top.top_ids, top.top_logprobs, strict=True)
             if logprob > -inf
-        ]
-        ranked.sort(key=lambda candidate: (-candidate[0], candidate[1], candidate[2]))
-        return ranked
+        )
 
     def _finish(self, beam: Beam, reason: FinishReason) -> None:
         hypothesis = self._hypothesis(beam, reason)

@@ -245,6 +245,16 @@ def test_nothing_changes_one_bit(cpu: LLM, model: Path, caching: bool, blocks: i
         assert stats["num_free_blocks"] + stats["num_cached_blocks"] == stats["num_blocks"]
 
 
+def test_beams_that_were_swapped_out(cpu: LLM, model: Path) -> None:
+    prompts = [prompt(length, seed) for seed, length in enumerate((17, 33, 9, 20))]
+    swaps: dict[str, Any] = {"swap_space_bytes": 1 << 22, "preemption_mode": "swap", "num_threads": 1}
+    with LLM(str(model), backend="cpu", num_kv_blocks=16, max_num_seqs=8, **swaps) as llm:
+        assert answers(llm.beam_search(prompts, PARAMS[1])) == answers(cpu.beam_search(prompts, PARAMS[1]))
+        stats = llm.stats()
+        assert min(stats["num_preemptions_swap"], stats["num_swapped_out_blocks"], stats["num_swapped_in_blocks"]) > 0
+        assert stats["num_used_blocks"] == 0
+
+
 def test_layers_that_look_back_over_a_window(tmp_path: Path) -> None:
     """Gemma 3's mixture, with windows of 12: what a beam goes on from has lost most of its blocks in three layers of
     four."""
