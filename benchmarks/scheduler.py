@@ -3,7 +3,8 @@
 Nothing else runs: no model, no tokeniser. Sequences decode at their own phase of a block, so that every step allocates
 for about one sequence in sixteen, and publishes a full block for as many; whoever finishes is replaced from the queue,
 so that allocation, release, admission and the look into the prefix cache are in the figure. All tokens differ: nothing
-is found there.
+is found there. Then the same under the other policies, with requests of 1,000 users; and what it costs longest-prefix
+to fill one seat from 64 candidates, whose prompts of 1,024 tokens begin with 512 that are cached.
 
     python benchmarks/scheduler.py [--running 256] [--waiting 100000] [--blocks 1000000] [--json FILE]
 """
@@ -25,10 +26,10 @@ BLOCK_SIZE = 16
 PARAMS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
-def make_scheduler(running: int, waiting: int, blocks: int) -> tuple[Scheduler, int]:
+def make_scheduler(policy: str, running: int, waiting: int, blocks: int) -> tuple[Scheduler, int]:
     scheduler = Scheduler(
         BlockManager(blocks, BLOCK_SIZE),
-        make_policy("fcfs"),
+        make_policy(policy),
         max_num_seqs=running,
         max_num_batched_tokens=max(8192, 64 * running),
     )
@@ -41,7 +42,8 @@ def make_scheduler(running: int, waiting: int, blocks: int) -> tuple[Scheduler, 
 
 def make_sequence(i: int) -> Sequence:
     prompt = 17 + i % BLOCK_SIZE  # every phase of a block
-    return Sequence(i, [i] * prompt, PARAMS, max_length=prompt + 128 + i % 64, stop_token_ids=(0,))
+    length = prompt + 128 + i % 64
+    return Sequence(i, [i] * prompt, PARAMS, max_length=length, stop_token_ids=(0,), cache_salt=str(i % 1000))
 
 
 def step(scheduler: Scheduler) -> int:
@@ -50,19 +52,35 @@ def step(scheduler: Scheduler) -> int:
     return len(plan.seq_ids)
 
 
-def measure(running: int, waiting: int, blocks: int, steps: int) -> float:
+def measure(policy: str, running: int, waiting: int, blocks: int, steps: int) -> float:
     """Microseconds per running sequence and step, without the time to add the replacements."""
-    scheduler, next_id = make_scheduler(running, waiting, blocks)
+    scheduler, next_id = make_scheduler(policy, running, waiting, blocks)
     gc.collect()
     spent, served = 0.0, 0
     for _ in range(steps):
         start = time.perf_counter()
         served += step(scheduler)
         spent += time.perf_counter() - start
-        while len(scheduler.running) + len(scheduler.waiting) < running + waiting:
+        while len(scheduler.sequences) < running + waiting:
             scheduler.add(make_sequence(next_id))
             next_id += 1
     return spent / served * 1e6
+
+
+def measure_choice(seats: int) -> list[float]:
+    """Milliseconds of each `schedule` that fills one seat under longest-prefix."""
+    scheduler = Scheduler(
+        BlockManager(100_000, BLOCK_SIZE), make_policy("longest-prefix"), max_num_seqs=1, max_num_batched_tokens=8192
+    )
+    spent = []
+    for i in range(64 + seats):
+        scheduler.add(Sequence(i, [1] * 512 + [i + 2] * 512, PARAMS, max_length=1025))
+    for _ in range(seats):
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        spent.append((time.perf_counter() - start) * 1e3)
+        scheduler.update(plan, StepResult([0]))
+    return spent
 
 
 def main() -> None:
@@ -75,15 +93,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures and the machine's facts to this file")
     args = parser.parse_args()
 
-    results: dict[str, list[float]] = {"none": [], "many": []}
+    cases = {"none": ("fcfs", 0), "many": ("fcfs", args.waiting)}
+    cases |= {policy: (policy, args.waiting) for policy in ("priority", "fair", "longest-prefix")}
+    results: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(args.repeats):  # interleaved, since machines are noisy
-        results["none"].append(measure(args.running, 0, args.blocks, args.steps))
-        results["many"].append(measure(args.running, args.waiting, args.blocks, args.steps))
+        for name, (policy, waiting) in cases.items():
+            results[name].append(measure(policy, args.running, waiting, args.blocks, args.steps))
     medians = {name: statistics.median(values) for name, values in results.items()}
-    for name, waiting in (("none", 0), ("many", args.waiting)):
+    for name, (policy, waiting) in cases.items():
         low, high = min(results[name]), max(results[name])
-        print(f"{args.running} running, {waiting:>7} waiting: {medians[name]:.2f} us ({low:.2f} to {high:.2f})")
+        load = f"{policy:>14}, {args.running} running, {waiting:>7} waiting"
+        print(f"{load}: {medians[name]:.2f} us ({low:.2f} to {high:.2f})")
     print(f"ratio many / none waiting: {medians['many'] / medians['none']:.2f}")
+    first, *others = measure_choice(64)
+    print(f"longest-prefix, a seat and 64 prompts: {statistics.median(others):.2f} ms, the first time {first:.2f} ms")
     if args.json:
         facts = {"python": platform.python_version(), "machine": platform.machine(), **vars(args), "json": None}
         args.json.write_text(json.dumps({"facts": facts, "us_per_sequence": results}, indent=1, default=str) + "\n")

@@ -77,7 +77,7 @@ class ModelConfig:
 
 Backend = Literal["auto", "cpu", "torch"]
 DType = Literal["auto", "float32", "bfloat16"]
-Policy = Literal["fcfs", "priority"]
+Policy = Literal["fcfs", "priority", "fair", "longest-prefix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,10 @@ class EngineConfig:
     enable_prefix_caching: bool = field(
         default=True, metadata={"help": "reuse the KV blocks of equal prefixes, also of requests that are finished"}
     )
-    scheduling_policy: Policy = field(default="fcfs", metadata={"help": "order of requests"})
+    scheduling_policy: Policy = field(
+        default="fcfs",
+        metadata={"help": "order of requests; fair: a share per user, the user being the prompt's cache_salt"},
+    )
     preemption_mode: Literal["auto", "recompute", "swap"] = field(
         default="auto",
         metadata={"help": "how a sequence that lost its blocks comes back; auto: whichever takes less time"},
@@ -141,7 +144,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, "auto", "float32", "bfloat16")
         _one_of("kv_cache_dtype", self.kv_cache_dtype, "auto", "float32", "bfloat16")
         _one_of("preemption_mode", self.preemption_mode, "auto", "recompute", "swap")
-        _one_of("scheduling_policy", self.scheduling_policy, "fcfs", "priority")
+        _one_of("scheduling_policy", self.scheduling_policy, "fcfs", "priority", "fair", "longest-prefix")
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), str(f.type))
         for name, most in _MOST.items():

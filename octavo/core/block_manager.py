@@ -105,6 +105,16 @@ class BlockManager:
                 self._find_run(sequence, g, first, count, tables[g])
         return tables
 
+    def still_ends(self, sequence: Sequence, count: int) -> bool:
+        """Whether a prefix of `count` blocks that was found earlier still seems to be what `find_prefix` would find:
+        its last block is there, and the next one is not. Costs O(1)."""
+        most = (len(sequence.tokens) - 1) // self.block_size
+        if not self.caching or sequence.needs_all_logits:
+            return count == 0
+        if count > 0 and self._find(sequence, count - 1, 0) == NOTHING:
+            return False
+        return count == most or self._find(sequence, count, 0) == NOTHING
+
     def adopt(self, sequence: Sequence, prefix: BlockTables) -> None:
         """Begins the block tables with what `find_prefix` has just found: its tokens count as computed."""
         sequence.block_tables = prefix
