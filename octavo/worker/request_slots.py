@@ -84,9 +84,10 @@ class RequestSlots:
         self._put_in_tails(plan)
         for seq_id, blocks in plan.new_blocks.items():
             slot = slot_of[seq_id]
-            held, more = self.num_blocks[slot], len(blocks[0])
-            self.block_table[:, slot, held : held + more] = np.maximum(blocks, 0)
-            self.num_blocks[slot] = held + more
+            held = self.num_blocks[slot]
+            stop = self.num_blocks[slot] = held + len(blocks[0])
+            for table, more in zip(self.block_table, blocks, strict=True):
+                table[slot, held:stop] = np.maximum(more, 0)
         return slots
 
     def _put_in_tails(self, plan: StepPlan) -> None:
@@ -94,7 +95,8 @@ class RequestSlots:
         for seq_id, blocks in plan.tails.items():
             slot = self._slot_of[seq_id]
             if self.num_blocks[slot] > 0:  # else its table comes with the copies in it
-                self.block_table[:, slot, starts[seq_id] // self.block_size] = np.maximum(blocks, 0)
+                for table, block in zip(self.block_table, blocks, strict=True):
+                    table[slot, starts[seq_id] // self.block_size] = max(block, 0)
 
     def append(self, slots: NDArray[np.intp], tokens: NDArray[np.int32]) -> None:
         """Each of these sequences has sampled its next token."""

@@ -222,6 +222,12 @@ class TestGroups:
         assert batch.slot_mapping.flags.c_contiguous
         assert batch.block_tables.flags.c_contiguous
 
+    def test_a_plan_for_other_groups_is_refused(self, runner: ModelRunner) -> None:
+        """One table for all would have the groups overwrite each other's blocks."""
+        for i, tables in enumerate(([[7]], [[7], [6], [5]])):
+            with pytest.raises(ValueError, match="zip"):
+                runner.execute(plan({i: (0, 2)}, new=[new(i, [1, 2])], new_blocks={i: tables}))
+
     def test_tails_are_of_each_group(self, runner: ModelRunner) -> None:
         prompt = [1, 2, 3, 4, 5, 6]
         choices = [NewSequence(i, prompt, 6, SamplingParams(temperature=1.0), seed=40, choice=i) for i in range(2)]
