@@ -193,9 +193,9 @@ class Fair(ByRequest):
     the user who was the last to do so. So a counter below the floor need not be kept, while one above it must be: else
     whoever sends one request at a time would always begin anew.
 
-    Between two users who have had requests waiting since their counters were equal, these differ by no more than what
-    the sequences cost that one user may have chosen and unfinished at once: `max_num_seqs` of them, or, if that is
-    more, all of its largest request and those that ran when it was picked.
+    The counters of two users who have had requests waiting since they were equal differ by no more than what
+    `max_num_seqs - 1 + n` sequences cost, n being the most of one request: so many of one user may have been chosen,
+    and not have cost anything yet, since its counter was last the smaller one.
     """
 
     def __init__(self) -> None:
