@@ -65,7 +65,7 @@ class LLM:
             RequestError: a prompt or a parameter is refused. All are checked before any runs, so nothing is lost.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._run(prompts, params, SamplingParams, priority, progress)
+        return self._run(prompts, params, priority, progress, kinds=(SamplingParams,))
 
     def beam_search(
         self,
@@ -84,7 +84,7 @@ class LLM:
         Raises:
             RequestError: as for `generate`; or the beams of a prompt can never fit into the KV pool together.
         """
-        return self._run(prompts, sampling_params, BeamSearchParams, priority, progress)
+        return self._run(prompts, sampling_params, priority, progress, kinds=(BeamSearchParams,))
 
     def chat(
         self,
@@ -133,9 +133,8 @@ class LLM:
                     raise
                 raise RequestError(f"conversation {i}: {error}") from error
         params = SamplingParams() if sampling_params is None else sampling_params
-        kind = BeamSearchParams if isinstance(params, BeamSearchParams) else SamplingParams
         tokens: list[Prompt] = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
-        outputs = self._run(tokens, params, kind, None, progress)
+        outputs = self._run(tokens, params, None, progress, kinds=(SamplingParams, BeamSearchParams))
         for output, prompt in zip(outputs, prompts, strict=True):
             output.prompt = prompt.text
         return outputs
@@ -144,13 +143,18 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params],
-        kind: type[Params],
         priority: Sequence[int] | None,
         progress: bool | None,
+        *,
+        kinds: tuple[type[Params], ...],
     ) -> list[RequestOutput]:
         batch: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else _listed(prompts, "prompts")
-        params = _one_each(sampling_params, len(batch), "sampling_params", kind)
-        priorities = _one_each(0 if priority is None else priority, len(batch), "priority", int)
+        params = _one_each(sampling_params, len(batch), "sampling_params")
+        priorities = _one_each(0 if priority is None else priority, len(batch), "priority")
+        for own in params:
+            if not isinstance(own, kinds):
+                expected = " or ".join(kind.__name__ for kind in kinds)
+                raise RequestError(f"sampling_params={own!r}: expected {expected}")
         requests = []
         for i, (prompt, own, rank) in enumerate(zip(batch, params, priorities, strict=True)):
             try:
@@ -271,10 +275,10 @@ def _listed(value: Any, name: str) -> list[Any]:
     return list(value)
 
 
-def _one_each(value: Any, count: int, name: str, kind: type) -> list[Any]:
-    if isinstance(value, kind):
+def _one_each(value: Any, count: int, name: str) -> list[Any]:
+    if not isinstance(value, Iterable):
         return [value] * count
-    values = _listed(value, name)
+    values = list(value)
     if len(values) != count:
         raise RequestError(f"{name} has {len(values)} entries for {count} prompts; give one, or one for each")
     return values

@@ -360,6 +360,11 @@ class TestEnds:
             cpu.beam_search("a", BeamSearchParams(beam_width=2, stop_token_ids=[320]))
         with pytest.raises(RequestError, match="sampling_params has 1 entries for 2 prompts"):
             cpu.beam_search(["a", "b"], [params])
+        with pytest.raises(RequestError, match=r"sampling_params=BeamSearchParams.*: expected SamplingParams$"):
+            cpu.generate("a", params)
+        for one in (SamplingParams(), [SamplingParams()], None, 4):
+            with pytest.raises(RequestError, match=r"expected BeamSearchParams$"):
+                cpu.beam_search("a", one)
 
     def test_up_to_the_end_of_the_context(self, cpu: LLM) -> None:
         params = BeamSearchParams(beam_width=2, max_tokens=None, ignore_eos=True)
