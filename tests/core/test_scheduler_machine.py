@@ -2,7 +2,8 @@
 
 Nothing is compared with the scheduler's own idea of right: the tokens and tables come from a worker that sees the plans
 alone and reads every token back through its tables, and the order of service is derived here from arrivals and
-priorities. Prompts begin alike, so that blocks are found again, and come in groups, which fork.
+priorities. Prompts begin alike, so that blocks are found again, and come in groups, which fork, or as beams, which
+branch. Some layers look back over a window only, and what is pushed out of the pool may go to a host tier.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from octavo.core import Sequence, Status, StepPlan
+from octavo.core import NOTHING, Sequence, Status, StepPlan
 from octavo.errors import RequestError
 from tests.core.helpers import PARAMS, ShadowWorker, make_scheduler
+from tests.core.machine_checks import Before, check_ending, check_order, check_plan, held
+
+EVENTS = (
+    "copy", "swap_out", "swap_in", "twin", "beam", "beam preempted", "hit", "preempted", "preempted for a newcomer",
+    "came back", "fell out of a window",
+)  # fmt: skip
+SEEN: Counter[str] = Counter()
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -30,6 +38,7 @@ class Request(NamedTuple):
     priority: int
     stop: tuple[int, ...]
     choices: int = 1
+    beams: int = 0
     differs_at: int = 99  # the token at this position is another than in other prompts
     salt: str | None = None
 
@@ -42,6 +51,7 @@ REQUESTS = st.builds(
     priority=st.integers(-2, 2),
     stop=st.sampled_from([(), (), (0,), (0, 1)]),
     choices=st.sampled_from([1, 1, 2, 3]),
+    beams=st.sampled_from([0, 0, 0, 1, 2, 3]),
     differs_at=st.sampled_from([99, 99, 0, 5]),
     salt=st.sampled_from([None, None, None, "a"]),
 )
@@ -55,15 +65,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         seqs=st.sampled_from([1, 2, 3, 4, 6]),
         budget=st.one_of(st.integers(1, 4), st.integers(4, 40)),
         caching=st.sampled_from([True, True, True, False]),
+        windows=st.sampled_from([(None,), (None,), (None,), (None, None), (None, 3), (6,), (None, 1, 5, 5)]),
+        host=st.sampled_from([0, 0, 1, 4, 50]),
+        mode=st.sampled_from(["auto", "swap", "recompute"]),
         requests=st.lists(REQUESTS, min_size=2, max_size=6),
     )
     def make(self, requests: list[Request], blocks: int, block_size: int, seqs: int, budget: int, **rest: Any) -> None:
+        blocks *= len(rest["windows"])
+        rest["host"] *= rest["caching"]
         self.scheduler = make_scheduler(blocks=blocks, block_size=block_size, seqs=seqs, budget=budget, **rest)
-        self.worker = ShadowWorker(blocks, block_size, lambda seq_id: self.all[seq_id].cache_salt)
+        self.worker = ShadowWorker(self.scheduler, lambda seq_id: self.all[seq_id].cache_salt)
         self.policy = rest["policy"]
         self.max_num_seqs = seqs
         self.budget = budget
-        self.capacity = blocks * block_size
+        fits = [n for n in range(1, 101) if self.scheduler.blocks.most_blocks(n) <= blocks]
+        self.capacity = max(fits)  # tokens of one sequence
+        self.beams: dict[tuple[int, int], list[Sequence]] = {}  # that live, by group: its width, and its first seq_id
+        self.sampled: set[int] = set()
+        self.branched: set[int] = set()  # ended, because their groups went on
         self.plan: StepPlan | None = None  # in flight
         self.order: dict[int, tuple[int, ...]] = {}  # of all sequences ever accepted
         self.all: dict[int, Sequence] = {}
@@ -84,6 +103,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.add_one(request)
 
     def add_one(self, request: Request) -> None:
+        if request.beams:
+            self.add_beam(request)
+        else:
+            self.add_choices(request)
+
+    def add_beam(self, request: Request) -> None:
+        """The prompt of a group of beams; refused, as an engine would, unless all of them fit at once."""
+        prompt = 1 + request.prompt % self.capacity
+        blocks, width = self.scheduler.blocks, request.beams
+        sequence = Sequence(
+            len(self.order) + 100,
+            [5 + i % 3 for i in range(prompt)],
+            PARAMS,
+            max_length=prompt + request.new_tokens,
+            priority=request.priority,
+            cache_salt=request.salt,
+            is_beam=True,
+        )
+        needed = width * blocks.most_blocks(sequence.max_length - 1)
+        if width <= self.max_num_seqs and needed <= blocks.pool.num_blocks:
+            self.scheduler.add(sequence)
+            self.accept(sequence, (request.priority if self.policy == "priority" else 0, len(self.order)))
+            self.beams[width, sequence.seq_id] = [sequence]
+
+    def add_choices(self, request: Request) -> None:
         group = len(self.order) + 100
         prompt = 1 + request.prompt % self.capacity  # most requests should fit into the pool
         known = prompt + request.generated
@@ -101,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 group=group,
                 choice=choice,
             )
-            if sequence.max_length - 1 > self.capacity:
+            if self.scheduler.blocks.most_blocks(sequence.max_length - 1) > self.scheduler.blocks.pool.num_blocks:
                 with pytest.raises(RequestError):
                     self.scheduler.add(sequence)
                 return
@@ -118,11 +162,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.scheduler.abort(-1) is None
             return
         seq_id = sorted(self.scheduler.sequences)[pick % len(self.scheduler.sequences)]
-        sequence = self.scheduler.abort(seq_id)
-        assert sequence is self.all[seq_id]
-        assert sequence.finish_reason == "abort"
-        self.ended[seq_id] += 1
-        assert self.scheduler.abort(seq_id) is None
+        group = next((beams for beams in self.beams.values() if self.all[seq_id] in beams), [self.all[seq_id]])
+        for member in group:
+            assert self.scheduler.abort(member.seq_id) is member
+            assert member.finish_reason == "abort"
+            self.ended[member.seq_id] += 1
+            assert self.scheduler.abort(member.seq_id) is None
+        self.beams = {key: beams for key, beams in self.beams.items() if beams is not group}
 
     @rule(seed=SEEDS, fails=st.sampled_from([False, False, False, True]))
     def half_step(self, seed: int, fails: bool) -> None:
@@ -150,10 +196,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The executor raises: the workers were told of the plan, and what it should have written is anything."""
         plan, self.plan = self.plan, None
         self.worker.take_differences(plan)
+        for move in plan.moves:  # perhaps they were not made
+            target = self.worker.host if move.kind == "swap_out" else self.worker.cache
+            target[move.destination] = [None] * self.worker.block_size
         for seq_id, start, count in zip(plan.seq_ids, plan.starts, plan.num_tokens, strict=True):
-            for position in range(start, start + count):
-                block = self.worker.tables[seq_id][position // self.worker.block_size]
-                self.worker.cache[block][position % self.worker.block_size] = None
+            for table in self.worker.tables[seq_id]:
+                for position in range(start, start + count):
+                    self.worker.cache[table[position // self.worker.block_size]][position % self.worker.block_size] = (
+                        None
+                    )
             self.covered[seq_id] = max(start + count, self.covered.get(seq_id, 0))
         running = list(self.scheduler.running)
         starts = dict(zip(plan.seq_ids, plan.starts, strict=True))
@@ -169,11 +220,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.follow_forks(plan)
         check_plan(self, before, plan)
         check_order(self, before, plan)
+        self.see(before, plan)
         self.announced |= {new.seq_id for new in plan.new}
         self.forgotten |= set(plan.finished)
         if plan:
             self.voided.clear()
         self.plan = plan if plan else None
+
+    def see(self, before: Before, plan: StepPlan) -> None:
+        """What the examples are there for does happen in them."""
+        SEEN.update(move.kind for move in plan.moves)
+        SEEN["twin"] += plan.num_tokens.count(0)
+        SEEN["beam"] += sum(new.is_beam for new in plan.new)
+        SEEN["beam preempted"] += sum(self.all[i].is_beam for i in plan.preempted)
+        begun = {i: start for i, start in zip(plan.seq_ids, plan.starts, strict=True) if not before.stayed(self.all[i])}
+        SEEN["hit"] += sum(start > 0 for start in begun.values())
+        SEEN["came back"] += len(begun.keys() & self.announced)
+        SEEN["preempted"] += len(plan.preempted)
+        SEEN["preempted for a newcomer"] += len(set(plan.preempted) - set(plan.seq_ids)) * bool(plan.new)
+        tables = [table for i in plan.seq_ids for table in self.all[i].block_tables]
+        SEEN["fell out of a window"] += sum(NOTHING in table for table in tables)
 
     def follow_forks(self, plan: StepPlan) -> None:
         self.unwritten -= set(plan.preempted)  # some of these may have come in again
@@ -186,6 +252,49 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.unwritten |= {previous, seq_id}
             previous = seq_id
 
+    def branch(self, rng: random.Random) -> None:
+        """Each group of which all beams have sampled goes on, or ends."""
+        for key, beams in list(self.beams.items()):
+            alive = [s for s in beams if s.seq_id in self.scheduler.sequences]
+            if len(alive) < len(beams):  # one failed: the group ends
+                self.end_beams(alive)
+                del self.beams[key]
+            elif all(seq_id in self.sampled for seq_id in (s.seq_id for s in beams)):
+                self.go_on(key, beams, rng)
+
+    def end_beams(self, beams: list[Sequence]) -> None:
+        self.scheduler.branch(beams, [])
+        self.branched |= {s.seq_id for s in beams}
+
+    def go_on(self, key: tuple[int, int], beams: list[Sequence], rng: random.Random) -> None:
+        if len(beams[0].tokens) + 1 >= beams[0].max_length or rng.random() < 0.1:
+            self.end_beams(beams)
+            del self.beams[key]
+            return
+        children = []
+        for i in range(rng.randint(1, key[0])):
+            parent = rng.choice(beams)
+            child = Sequence(
+                len(self.order) + 100,
+                [*parent.tokens, 20 + i],
+                PARAMS,
+                max_length=parent.max_length,
+                priority=parent.priority,
+                prompt_length=parent.prompt_length,
+                cache_salt=parent.cache_salt,
+                is_beam=True,
+            )
+            self.accept(child, (*self.order[parent.seq_id][:2], len(self.order)))
+            children.append((parent, child))
+        tables = {parent.seq_id: parent.block_tables for parent in beams}
+        self.scheduler.branch(beams, children)
+        self.branched |= {s.seq_id for s in beams}
+        for parent, child in children:
+            assert (child.status is Status.RUNNING) <= (child.block_tables == tables[parent.seq_id])
+            self.unwritten.add(child.seq_id)
+        assert not self.scheduler.waiting.peek() or len(self.scheduler.running) <= self.max_num_seqs
+        self.beams[key] = [child for _, child in children]
+
     def update(self, seed: int, fails: bool) -> None:
         plan, self.plan = self.plan, None
         assert plan is not None
@@ -193,6 +302,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         failing = rng.choice(plan.seq_ids) if fails else None
         result = self.worker.execute(plan, lambda *_: rng.randrange(8), failing)
         sampled = {i for i, token in zip(plan.seq_ids, result.token_ids, strict=True) if token >= 0}
+        self.sampled |= sampled
         self.steps += 1
         self.computed += sum(plan.num_tokens)
         self.slots_held += self.filled_slots()
@@ -203,6 +313,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.status is Status.FINISHED
             assert (sequence.finish_reason == "error") == (sequence.seq_id in result.errors)
             self.ended[sequence.seq_id] += 1
+        self.branch(rng)
 
     def places(self, sequence: Sequence) -> int:
         return max(sequence.num_computed, self.covered.get(sequence.seq_id, 0))
@@ -210,9 +321,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def filled_slots(self) -> int:
         """Of the blocks in use, each counted once."""
         size = self.scheduler.blocks.block_size
-        return len(
-            {(s.block_table[p // size], p % size) for s in self.scheduler.running for p in range(s.num_computed)}
-        )
+        slots = {
+            (table[p // size], p % size)
+            for s in self.scheduler.running
+            for table in s.block_tables
+            for p in range(s.num_computed)
+        }
+        return sum(block != NOTHING for block, _ in slots)
 
     # -- what always holds
 
@@ -224,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert pool.num_available == pool.num_free + pool.num_cached
         states = Counter(pool.state(block) for block in range(pool.num_blocks))
         assert [states[s] for s in ("free", "cached", "used")] == [pool.num_free, pool.num_cached, pool.num_used]
-        holders = Counter(block for s in scheduler.sequences.values() for block in s.block_table)
+        holders = Counter(block for s in scheduler.sequences.values() for block in held(s))
         assert [pool.ref_count(block) for block in range(pool.num_blocks)] == [
             holders[block] for block in range(pool.num_blocks)
         ]
@@ -232,15 +347,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert pool.num_shared == sum(count > 1 for count in holders.values())
         assert manager.num_filled_slots == self.filled_slots()
         assert manager.caching or pool.num_cached == 0
+        assert len(manager.host) <= manager.host.num_blocks
         for sequence in self.all.values():
             if sequence.status is not Status.RUNNING:
                 self.covered.pop(sequence.seq_id, None)
-                assert sequence.block_table == []
+                assert sequence.block_tables == []
             else:
-                assert len(sequence.block_table) == manager.blocks_for(self.places(sequence))
+                self.check_tables(sequence)
         snapshot = scheduler.kv_snapshot()
         assert {block: len(owners) for block, owners in snapshot.owners.items()} == holders
         assert {block for block, state in enumerate(snapshot.states) if state == "used"} == set(holders)
+
+    def check_tables(self, sequence: Sequence) -> None:
+        """They reach as far as they must, and no window holds more than it can look at."""
+        manager = self.scheduler.blocks
+        assert len(held(sequence)) <= manager.most_blocks(sequence.max_length - 1)
+        for table, window in zip(sequence.block_tables, manager.windows, strict=True):
+            assert len(table) == manager.blocks_for(self.places(sequence))
+            seen = 0 if window is None else max(sequence.num_computed - window + 1, 0)
+            assert NOTHING not in table[seen // manager.block_size :]
 
     @invariant()
     def check_sharing(self) -> None:
@@ -248,9 +373,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         size = self.scheduler.blocks.block_size
         fills: dict[int, set[int]] = {}
         for sequence in self.scheduler.running:
-            for index, block in enumerate(sequence.block_table):
-                fills.setdefault(block, set()).add(min(sequence.num_computed - index * size, size))
-        holders = Counter(block for sequence in self.scheduler.running for block in sequence.block_table)
+            for table in sequence.block_tables:
+                for index, block in enumerate(table):
+                    fills.setdefault(block, set()).add(min(sequence.num_computed - index * size, size))
+        fills.pop(NOTHING, None)
+        holders = Counter(block for sequence in self.scheduler.running for block in held(sequence))
         assert all(len(fill) == 1 for fill in fills.values())
         assert all(holders[block] == 1 for block, (fill,) in fills.items() if fill <= 0)
 
@@ -267,8 +394,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (first.seq_id if first else None) == min(waiting, key=self.order.__getitem__, default=None)
         assert set(scheduler.sequences) == set(running) | waiting
         for seq_id, sequence in self.all.items():
-            assert self.ended[seq_id] == (sequence.status is Status.FINISHED)
-            assert (sequence.status is Status.FINISHED) == (sequence.finish_reason is not None)
+            assert self.ended[seq_id] + (seq_id in self.branched) == (sequence.status is Status.FINISHED)
+            if seq_id not in self.branched:
+                assert (sequence.status is Status.FINISHED) == (sequence.finish_reason is not None)
             if sequence.status is not Status.FINISHED:
                 assert sequence.num_computed <= len(sequence.tokens) < sequence.max_length
 
@@ -279,7 +407,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 sequence = self.all[seq_id]
                 assert self.worker.tokens[seq_id] == sequence.tokens
                 if sequence.status is Status.RUNNING:  # a preemption is reported with the plan that caused it
-                    assert self.worker.tables[seq_id] == sequence.block_table
+                    for told, table in zip(self.worker.tables[seq_id], sequence.block_tables, strict=True):
+                        assert [b if here != NOTHING else here for b, here in zip(told, table, strict=True)] == table
                     assert self.worker.computed[seq_id] == sequence.num_computed
 
     @invariant()
@@ -295,14 +424,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         # The first in the order never loses its blocks and computes at least one of its tokens a step.
+        # A beam's children may have to compute all of it again.
         bound = sum(s.max_length - 1 for s in self.scheduler.sequences.values()) + (self.plan is not None)
+        bound += sum(width * beams[0].max_length ** 2 for (width, _), beams in self.beams.items())
         steps = 0
         while self.scheduler.sequences or self.plan is not None:
             assert steps <= bound
             self.run(1, steps)
             steps += 1
         for sequence in self.all.values():
-            check_ending(sequence)
+            if sequence.seq_id not in self.branched:
+                check_ending(sequence)
         assert self.scheduler.running == []
         assert len(self.scheduler.waiting) == 0
         assert self.scheduler.blocks.pool.num_used == 0
@@ -312,191 +444,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(self.worker.tokens) == {max(self.all)}
 
 
-class Before:
-    """What the order of service is judged by: the state before a plan is made."""
+@pytest.mark.slow
+class TestSchedulerMachine(SchedulerMachine.TestCase):
+    # The same examples every time: what fails here fails because of a change. To search on, take derandomize away.
+    settings = settings(max_examples=2000, stateful_step_count=25, deadline=None, derandomize=True)
 
-    def __init__(self, machine: SchedulerMachine) -> None:
-        scheduler = machine.scheduler
-        self.running = [s.seq_id for s in scheduler.running]
-        self.waiting = sorted(scheduler.sequences.keys() - set(self.running), key=machine.order.__getitem__)
-        self.tables = {s.seq_id: list(s.block_table) for s in scheduler.sequences.values()}
-        self.computed = {s.seq_id: s.num_computed for s in scheduler.sequences.values()}
-        self.preemptions = {s.seq_id: s.num_preemptions for s in scheduler.running}
-        self.gaps = {s.seq_id: len(s.tokens) - s.num_computed for s in scheduler.running}
-
-    def stayed(self, sequence: Sequence) -> bool:
-        """Whether it ran before, and has kept its blocks."""
-        return self.preemptions.get(sequence.seq_id) == sequence.num_preemptions
-
-
-def check_plan(machine: SchedulerMachine, before: Before, plan: StepPlan) -> None:
-    """The plan is possible, complete, and says everything exactly once."""
-    sequences = machine.scheduler.sequences
-    assert bool(plan) == bool(sequences)
-    assert len(set(plan.seq_ids)) == len(plan.seq_ids) == len(plan.starts) == len(plan.num_tokens)
-    assert sum(plan.num_tokens) <= machine.budget
-    for i, (seq_id, start, count) in enumerate(zip(plan.seq_ids, plan.starts, plan.num_tokens, strict=True)):
-        assert start + count == sequences[seq_id].num_computed
-        if before.stayed(sequences[seq_id]):
-            assert start == before.computed[seq_id]
-            assert count > 0
-        elif count == 0:
-            check_twin(sequences[plan.seq_ids[i - 1]], sequences[seq_id])
-        else:
-            assert start % machine.worker.block_size == 0
-    assert {new.seq_id for new in plan.new} == set(plan.seq_ids) - machine.announced
-    assert len(plan.new) == len({new.seq_id for new in plan.new})
-    for new in plan.new:
-        sequence = sequences[new.seq_id]
-        assert (new.tokens, new.prompt_length) == (sequence.tokens, sequence.prompt_length)
-        assert new.tokens is not sequence.tokens  # plain data, not a view of what goes on changing
-    assert len(set(plan.preempted)) == len(plan.preempted)
-    assert set(plan.preempted) <= (set(before.running) | machine.voided) & machine.announced
-    assert set(plan.new_blocks) | set(plan.copies) <= set(plan.seq_ids)
-    for seq_id in plan.seq_ids:
-        told = list(before.tables[seq_id]) if before.stayed(sequences[seq_id]) and seq_id in machine.announced else []
-        if seq_id in plan.copies and told:
-            index = before.computed[seq_id] // machine.worker.block_size
-            assert told[index] == plan.copies[seq_id][0]
-            told[index] = plan.copies[seq_id][1]
-        assert told + plan.new_blocks.get(seq_id, []) == sequences[seq_id].block_table
-    for seq_id, (_, copy) in plan.copies.items():
-        assert copy in sequences[seq_id].block_table
-    if plan:
-        done = {i for i in machine.announced if machine.ended[i]} - machine.forgotten
-        assert sorted(plan.finished) == sorted(done)
-    else:
-        assert plan == StepPlan()
-
-
-def check_twin(parent: Sequence, child: Sequence) -> None:
-    """One that samples from the logits of the sequence before it has the very same tokens, none of them sampled."""
-    assert child.group == parent.group is not None
-    assert child.tokens == parent.tokens
-    assert child.num_computed == parent.num_computed == len(child.tokens) == child.prompt_length
-    assert child.block_table == parent.block_table
-
-
-def check_order(machine: SchedulerMachine, before: Before, plan: StepPlan) -> None:
-    """Nobody is served before someone earlier in the order who could have been served."""
-    order, scheduler = machine.order, machine.scheduler
-    running = [s.seq_id for s in scheduler.running]
-    assert plan.seq_ids == running[: len(plan.seq_ids)]  # the first of them, without a gap
-    if not plan:
-        return
-    assert plan.seq_ids[0] == min(order.keys() & scheduler.sequences.keys(), key=order.__getitem__)
-    gaps = [len(scheduler.sequences[i].tokens) - start for i, start in zip(plan.seq_ids, plan.starts, strict=True)]
-    left = machine.budget - sum(plan.num_tokens)
-    assert plan.num_tokens[:-1] == gaps[:-1]
-    assert plan.num_tokens[-1] == gaps[-1] or left == 0
-    if len(plan.seq_ids) < len(running) and left > 0:
-        check_last_had_no_room(machine, running[len(plan.seq_ids) :], left)
-
-    gone = {i for i in before.running if not before.stayed(scheduler.sequences[i])}
-    admitted = [s.seq_id for s in scheduler.running if not before.stayed(s)]
-    assert admitted == sorted([*before.waiting, *gone], key=order.__getitem__)[: len(admitted)]
-    for seq_id in admitted:
-        check_admitted_with_room(machine, before, plan, seq_id)
-    assert all(order[victim] > order[running[-1]] for victim in gone.difference(admitted))
-    if gone.intersection(admitted):
-        return  # it came back at once: what it held twice, others hold too
-    if gone:
-        check_victims_were_needed(machine, before, plan, admitted)
-    elif len(admitted) < len(before.waiting):
-        check_head_had_no_room(machine, before, plan, before.waiting[len(admitted)])
-
-
-def check_last_had_no_room(machine: SchedulerMachine, left_out: list[int], budget: int) -> None:
-    """Only the very last sits a step out, for want of a block, and it keeps those that it has."""
-    scheduler = machine.scheduler
-    (last,) = (scheduler.sequences[i] for i in left_out)
-    wanted = last.num_computed + min(len(last.tokens) - last.num_computed, budget)
-    assert scheduler.blocks.missing(last, wanted) > scheduler.blocks.pool.num_available
-    assert len(last.block_table) == scheduler.blocks.blocks_for(machine.places(last))
-
-
-def check_admitted_with_room(machine: SchedulerMachine, before: Before, plan: StepPlan, admitted: int) -> None:
-    """Whoever came in found room for all its known tokens, and a block for each before it that may need one."""
-    scheduler, manager = machine.scheduler, machine.scheduler.blocks
-    sequence = scheduler.sequences[admitted]
-    earlier = [s for s in scheduler.running if machine.order[s.seq_id] < machine.order[admitted]]
-    kept = {s.seq_id for s in scheduler.running if before.stayed(s)}
-    later = {i for i in kept if machine.order[i] > machine.order[admitted]}
-    in_use = {block for s in earlier for block in s.block_table}.union(*(before.tables[i] for i in later))
-    at = plan.seq_ids.index(admitted)
-    found = set(sequence.block_table[: plan.starts[at] // manager.block_size])
-    needed = manager.blocks_for(len(sequence.tokens)) - len(found & in_use) if plan.num_tokens[at] else 1
-    growing = sum(manager.blocks_for(s.max_length - 1) > len(s.block_table) for s in earlier)
-    assert needed + growing <= manager.pool.num_blocks - len(in_use)
-
-
-def adopted(machine: SchedulerMachine, plan: StepPlan, seq_id: int) -> list[int]:
-    """The blocks that one that came in has found computed."""
-    size = machine.worker.block_size
-    return machine.scheduler.sequences[seq_id].block_table[: -(-plan.starts[plan.seq_ids.index(seq_id)] // size)]
-
-
-def may_grow(machine: SchedulerMachine, sequence: Sequence) -> bool:
-    """Whether it may still need a block: for tokens to come, or for a copy of one that it shares."""
-    if sequence.seq_id in machine.unwritten:
-        return sequence.num_computed < sequence.max_length - 1
-    return machine.scheduler.blocks.blocks_for(sequence.max_length - 1) > len(sequence.block_table)
-
-
-def check_victims_were_needed(machine: SchedulerMachine, before: Before, plan: StepPlan, admitted: list[int]) -> None:
-    """With the last victim kept, there would be no seat or no room.
-
-    Room is what the rule of admission wants: the rest of the known tokens of those admitted, and a block for each that
-    runs and may still need one.
-    """
-    scheduler, manager = machine.scheduler, machine.scheduler.blocks
-    running = {s.seq_id for s in scheduler.running}
-    reserved = sum(may_grow(machine, s) for s in scheduler.running) + sum(
-        manager.missing(scheduler.sequences[i], len(scheduler.sequences[i].tokens)) for i in admitted
-    )
-    kept = min(set(before.running) - running, key=machine.order.__getitem__)
-    growth = min(before.gaps[kept], machine.budget - sum(plan.num_tokens))
-    needed = manager.blocks_for(before.computed[kept] + growth) + 1  # one for the copy of a block that it shared
-    held = {block for i in running for block in before.tables[i]}.union(*(adopted(machine, plan, i) for i in admitted))
-    needed -= len(held.intersection(before.tables[kept]))
-    no_room = needed > manager.pool.num_available - reserved
-    no_seat = len(scheduler.running) + 1 > machine.max_num_seqs
-    assert no_room or no_seat
-
-
-def check_head_had_no_room(machine: SchedulerMachine, before: Before, plan: StepPlan, head: int) -> None:
-    """The first that still waits finds no budget, no seat or no room, even at the cost of all that come after it.
-
-    Or one before it sits this step out for want of room: nobody overtakes that one.
-    """
-    order, scheduler, manager = machine.order, machine.scheduler, machine.scheduler.blocks
-    sequence = scheduler.sequences[head]
-    earlier = [s for s in scheduler.running if order[s.seq_id] < order[head]]
-    counts = dict(zip(plan.seq_ids, plan.num_tokens, strict=True))
-    budget = machine.budget - sum(counts.get(s.seq_id, 0) for s in earlier)
-    in_use = {block for s in earlier for block in s.block_table}
-    needed = manager.blocks_for(len(sequence.tokens)) - len(in_use.intersection(manager.find_prefix(sequence)))
-    growing = sum(may_grow(machine, s) for s in earlier)
-    no_room = needed + growing > manager.pool.num_blocks - len(in_use)
-    sits_out = any(s.seq_id not in counts for s in earlier)
-    assert budget == 0 or len(earlier) >= machine.max_num_seqs or no_room or sits_out
-
-
-def check_ending(sequence: Sequence) -> None:
-    """Why it ended is what its tokens say."""
-    sampled = sequence.tokens[sequence.prompt_length :]
-    assert not set(sampled[:-1]) & sequence.stop_token_ids
-    if sequence.finish_reason == "stop":
-        assert sampled[-1] in sequence.stop_token_ids
-    elif sequence.finish_reason == "length":
-        assert len(sequence.tokens) == sequence.max_length
-        assert sampled[-1] not in sequence.stop_token_ids
-    else:
-        assert sequence.finish_reason in ("abort", "error")
-        assert len(sequence.tokens) < sequence.max_length
-    assert sequence.block_table == []
-
-
-TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
-# The same examples every time: what fails here fails because of a change. To search on, take derandomize away.
-TestSchedulerMachine.settings = settings(max_examples=2000, stateful_step_count=25, deadline=None, derandomize=True)
+    def runTest(self) -> None:
+        SEEN.clear()
+        super().runTest()
+        for event in EVENTS:
+            assert SEEN[event] >= 100, f"{event} was seen {SEEN[event]} times in all examples"
