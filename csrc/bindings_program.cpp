@@ -180,8 +180,8 @@ nb::dict roofline_of(Program& program) {
   return fields;
 }
 
-// Keys and values of a layer as they lie: uint16 [blocks, KV heads, panels, 16 * head_dim] each, shared memory. All blocks, also
-// those of other groups of layers; what other layers keep of a block lies between.
+// Keys and values of a layer as they lie: uint16 [blocks, KV heads, panels, 16 * head_dim] each, shared memory. All blocks,
+// also those of other groups of layers; what other layers keep of a block lies between.
 nb::tuple kv_cache(const Program& program, int index) {
   const Runtime& runtime = program.runtime();
   const Cache& cache = runtime.caches.at(index);

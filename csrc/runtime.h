@@ -64,8 +64,9 @@ struct RotationTable {
   Memory cos, sin;                 // [T, half]
 };
 
-// Keys and values of one layer. A block holds those of all layers of one group, one after the other, so that it can be copied as
-// one piece of memory, and so that a few large pages hold all of a short sequence. All blocks are as large as the largest group's:
+// Keys and values of one layer. A block holds those of all layers of one group, one after the other, so that it can be
+// copied as one piece of memory, and so that a few large pages hold all of a short sequence. All blocks are as large as
+// the largest group's:
 //
 //   block of group 0: layer 5 keys | layer 5 values | layer 11 keys | ...      of group 1: layer 0 keys | layer 0 values | ...
 struct Cache {
