@@ -382,6 +382,18 @@ class TestFair:
             assert users.served["b"] <= users.served["a"] + (seqs + 1) * COST
         assert users.served["b"] > 100
 
+    def test_who_got_more_is_behind_even_when_nobody_has_waited_meanwhile(self):
+        engine, watched = watch("fair", seqs=2)
+        add(engine.scheduler, 0, "a", 1, prompt=9, new=4)
+        engine.step()  # a has paid 10, and so b begins with 10
+        add(engine.scheduler, 1, "b", 2, prompt=1, new=1)
+        engine.run()  # a has paid 6 more, b 2
+        watched.log.clear()
+        for i, user in enumerate(["b", "a", "b"], start=2):
+            add(engine.scheduler, i, user, family=i + 1, prompt=1, new=1)
+        engine.run()
+        assert [sequence.seq_id for event, sequence in watched.log if event == "chosen"] == [2, 4, 3]
+
     def test_cached_tokens_cost_nothing(self):
         engine = Engine(make_scheduler(policy="fair", seqs=1))
         for i, (user, family, prompt) in enumerate([("a", 1, 9), ("a", 1, 9), ("b", 2, 12), ("b", 3, 9), ("a", 1, 9)]):
