@@ -6,6 +6,7 @@
 NB_MODULE(_native, m) {
   m.doc() = "octavo's native CPU runtime";
   bind_kernels(m);
+  bind_quant(m);
   bind_sampling(m);
   bind_program(m);
 }

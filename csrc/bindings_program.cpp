@@ -227,6 +227,13 @@ void bind_program(nb::module_& m) {
     for (const StoredFormat& format : stored_formats()) names.emplace_back(format.name);
     return names;
   }, "Names of the formats that Program.pack_stored reads.");
+  m.def("quant_formats", [] {
+    nb::dict bits;
+    for (const StoredFormat& format : stored_formats()) {
+      if (format.quantised()) bits[format.name] = format.quant.code_bytes() * 8 / (kChunk * kPanel);
+    }
+    return bits;
+  }, "Those of them whose rows a weight can keep, losing nothing, and the bits in which it holds a code.");
   m.def("rotation", &rotation, "position"_a, "frequencies"_a, "factor"_a,
         "cos and sin of position * frequencies, times factor: what rotary embeddings turn by. float32 [half] each.");
   nb::class_<Program>(m, "Program")
@@ -242,10 +249,11 @@ void bind_program(nb::module_& m) {
       .def_prop_ro("vocab_size", &Program::vocab_size)
       .def_prop_ro("weight_bytes", &Program::weight_bytes)
       .def("add_buffer", &Program::add_buffer, "width"_a, "selected"_a, "stream"_a)
-      .def("add_weight", &Program::add_weight, "n"_a, "k"_a)
+      .def("add_weight", [](Program& p, int n, int k, const std::string& width) { return p.add_weight(n, k, width); }, "n"_a,
+           "k"_a, "width"_a = "bfloat16")
       .def("pack",
            [](Program& p, int weight, int first_panel, int panel_step, Array<float, 2> rows, int first) {
-             if (rows.shape(1) != static_cast<std::size_t>(p.runtime().weights.at(weight).packed.k)) {
+             if (rows.shape(1) != static_cast<std::size_t>(p.runtime().weights.at(weight).k())) {
                throw std::invalid_argument("program: rows to pack have another width than their weight");
              }
              nb::gil_scoped_release released;
@@ -256,7 +264,7 @@ void bind_program(nb::module_& m) {
            [](Program& p, int weight, int first_panel, int panel_step, const std::string& format,
               Array<std::uint8_t, 2> rows, int first) {
              const StoredFormat& stored = stored_format(format);
-             const auto k = static_cast<std::size_t>(p.runtime().weights.at(weight).packed.k);
+             const auto k = static_cast<std::size_t>(p.runtime().weights.at(weight).k());
              if (rows.shape(1) * stored.values != k * stored.bytes) {
                throw std::invalid_argument("program: rows to pack have another width than their weight");
              }
@@ -324,6 +332,7 @@ void bind_program(nb::module_& m) {
            "moves"_a)
       .def("kv_cache", &kv_cache, "cache"_a)
       .def("set_cascade", &Program::set_cascade, "on"_a)
+      .def("set_keep_activations", &Program::set_keep_activations, "on"_a)
       .def_prop_ro("shared_positions", &Program::shared_positions)
       .def("start_profile", &Program::start_profile)
       .def("stop_profile", &stop_profile)

@@ -39,7 +39,8 @@ std::uint64_t saved_states() {
 bool has_states(std::uint64_t mask) { return (saved_states() & mask) == mask; }
 
 bool has_avx2() {
-  return has_states(0x6) && bit(cpuid(1, 0).ecx, 12) && bit(cpuid(7, 0).ebx, 5);  // SSE and AVX state; FMA; AVX2
+  const unsigned c = cpuid(1, 0).ecx;
+  return has_states(0x6) && bit(c, 12) && bit(c, 29) && bit(cpuid(7, 0).ebx, 5);  // SSE and AVX state; FMA; F16C; AVX2
 }
 
 bool has_avx512() {
@@ -47,7 +48,9 @@ bool has_avx512() {
   return has_avx2() && has_states(0xe6) && bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31);  // F, DQ, BW, VL
 }
 
-bool has_avx512_bf16() { return has_avx512() && cpuid(7, 0).eax >= 1 && bit(cpuid(7, 1).eax, 5); }
+bool has_avx512_vnni() { return has_avx512() && bit(cpuid(7, 0).ecx, 11); }
+
+bool has_avx512_bf16() { return has_avx512_vnni() && cpuid(7, 0).eax >= 1 && bit(cpuid(7, 1).eax, 5); }
 
 // Linux hands out the 8 KiB of tile state only to processes that ask; the permission holds for all threads.
 [[maybe_unused]] bool ask_for_tiles() {
@@ -80,6 +83,7 @@ constexpr Candidate kCandidates[] = {
 #if defined(__x86_64__)
     {&kAvx2, has_avx2},
     {&kAvx512, has_avx512},
+    {&kAvx512Vnni, has_avx512_vnni},
     {&kAvx512Bf16, has_avx512_bf16},
     {&kAmx, has_amx},
 #endif

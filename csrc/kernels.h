@@ -16,6 +16,19 @@
 // * Subnormals are flushed (FTZ and DAZ are set by the pool's threads, as AMX does by itself; float_mode.h). In bfloat16, every
 //   NaN is written as 0x7fc0 and every subnormal as zero of its sign.
 //
+// Weights in few bits
+// -------------------
+// A weight may stay at its file's own width: codes u of 4 to 8 bits, and for each column and group of 32 (or 16) k's a scale S
+// and perhaps a minimum M, all exact: w = (u - offset) * S + M.
+// * With int8 activations, a chunk of 32 k's of a row becomes codes q and a scale s: a = max |x|; s = a / 127;
+//   q = x * (127 / a), to nearest even. Where a is below 2^-100 both are zero; where it is not finite, s is NaN.
+//     acc += (S * s) * float(sum of (u - offset) * q over the group)      an integer below 2^24, exact in any order
+//     acc += M * (s * float(sum of q over the group))                     only where there are minima
+//   over the groups in ascending order: multiply, multiply, add, each rounded, never an FMA; acc from zero.
+// * With bfloat16 activations the sums are by the matrix rule over the group: even and odd k's apart, from zero, in order, then
+//   even + odd. (u - offset) * x is exact.
+//     acc += S * (sum of (u - offset) * x);   acc += M * (sum of x)
+//
 // One limit: a product below 2^-126 is flushed by mul + add and not by an FMA, so that tables without FMA (portable) may differ
 // from the others where a chunk's sum is below about 2^-100. Next to anything larger this vanishes in rounding. At the other
 // end, products past 2^128 are infinite for mul + add, while an FMA may stay finite; and ARM64 tells a subnormal before
@@ -51,12 +64,73 @@ struct PackedWeight {
   OCTAVO_INLINE const bf16* panel(int p) const { return data + static_cast<std::int64_t>(p) * padded_k() * kPanel; }
 };
 
+// How the codes of a chunk (32 k's of 16 columns) lie. A "quad" is 64 bytes: four k's of each column, so that one layout serves
+// the byte products of AVX2, AVX-512, VNNI and AMX:
+//
+//   w[16p + 0][4q .. 4q + 3]   w[16p + 1][4q .. 4q + 3]  ...  w[16p + 15][4q .. 4q + 3]
+enum class Codes : std::uint8_t {
+  k4,      // 256 bytes: quad i in the low nibbles, quad i + 4 in the high ones, of 64 bytes i = 0 .. 3
+  k5,      // and 64 bytes whose bits i are the fifth bits of quad i
+  k6,      // and 2 x 64 bytes whose bits 2i, 2i + 1 are the upper bits of quad i (then of quad i + 4)
+  k8,      // 512 bytes: the quads
+  kTable,  // as k4, and each nibble names one of sixteen codes (kNonLinear)
+};
+// The sixteen values of IQ4_NL and IQ4_XS, plus 128.
+constexpr std::uint8_t kNonLinear[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+struct QuantFormat {
+  Codes codes = Codes::k8;
+  int group = kChunk;        // k's that share a scale: 32 or 16
+  int offset = 128;          // of the codes
+  bool has_minimum = false;
+  bool half = true;          // scales and minima are half floats, as in the file; else floats
+  OCTAVO_INLINE int code_bytes() const {  // of a chunk, as all of these
+    constexpr int kBytes[] = {256, 320, 384, 512, 256};
+    return kBytes[static_cast<int>(codes)];
+  }
+  OCTAVO_INLINE int groups() const { return kChunk / group; }
+  OCTAVO_INLINE int scale_bytes() const { return groups() * kPanel * (half ? 2 : 4); }  // minima apart
+  OCTAVO_INLINE int chunk_bytes() const { return code_bytes() + scale_bytes() * (has_minimum ? 2 : 1); }
+  bool operator==(const QuantFormat&) const = default;
+};
+
+// A weight [n, k] at its own width, a panel of 16 columns after the other. A panel is one stream (codes here and scales there
+// were measured to be read at a third of the speed: the processor does not fetch ahead in both):
+//
+//   panel p:   chunk 0: codes | scales of 16 columns (groups of 16: of the first, then of the second) | minima likewise, if any
+//              chunk 1: ...
+//
+// Panels begin at multiples of 64 bytes. Columns past n have scale and minimum zero.
+struct QuantWeight {
+  const std::uint8_t* data = nullptr;  // 64-byte aligned
+  int n = 0, k = 0;
+  QuantFormat format;
+  OCTAVO_INLINE int panels() const { return (n + kPanel - 1) / kPanel; }
+  OCTAVO_INLINE int chunks() const { return (k + kChunk - 1) / kChunk; }
+  OCTAVO_INLINE std::int64_t panel_bytes() const { return (std::int64_t{chunks()} * format.chunk_bytes() + 63) / 64 * 64; }
+  OCTAVO_INLINE std::int64_t bytes() const { return panels() * panel_bytes(); }
+  OCTAVO_INLINE const std::uint8_t* panel(int p) const { return data + p * panel_bytes(); }
+};
+
 // Activations: [rows, stride] bfloat16, 64-byte aligned, stride a multiple of 32; columns from width to stride are zero and
 // stay so (kernels write exactly `width` columns, and may read up to the stride).
 struct Rows {
   bf16* data = nullptr;
   std::int64_t stride = 0;  // elements
   OCTAVO_INLINE bf16* row(std::int64_t i) const { return data + i * stride; }
+};
+
+// A chunk of a row, for a product with a weight in few bits.
+struct alignas(64) QuantChunk {
+  std::int8_t codes[kChunk];  // q; not used with bfloat16 activations
+  float scale;                // s
+  std::int32_t initial[2];    // -offset * (sum of q) of each group: where its integer sum starts
+  float sums[2];              // of each group: s * float(sum of q); of x itself with bfloat16 activations
+};
+struct QuantRows {
+  QuantChunk* data = nullptr;
+  std::int64_t stride = 0;    // chunks
+  OCTAVO_INLINE QuantChunk* row(std::int64_t i) const { return data + i * stride; }
 };
 
 // Rows of the residual stream: likewise in float32.
@@ -84,6 +158,22 @@ struct Matmul {
   FloatRows residual;              // kAdd; may be the same memory as out_float
   FloatRows out_float;             // kAdd, kFloat
   int out_width = 0;               // columns to write
+};
+
+// Rows as a product with a weight of this format needs them.
+struct Quantize {
+  Rows x;
+  QuantRows out;
+  int k = 0;
+  QuantFormat format;
+  bool keep = false;               // activations stay bfloat16: only their sums are taken
+};
+
+struct QuantMatmul {
+  Matmul m;                        // all but m.w, which is not read
+  QuantWeight w;
+  QuantRows x;                     // of m.x, by Quantize with the same format and `keep`
+  bool keep = false;
 };
 
 struct RmsNorm {
@@ -171,9 +261,12 @@ struct AttentionRow {
 OCTAVO_INLINE constexpr std::int64_t partial_floats(int head_dim) { return head_dim + kPanel; }
 
 struct Kernels {
-  const char* name;                // "portable", "avx2", "avx512", "avx512_bf16", "amx"; "avx512_bf16_dots"
+  const char* name;                // "portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"; "avx512_bf16_dots"
   // Rows [row_begin, row_end) and panels [panel_begin, panel_end) of w; for kSiluMul / kGeluMul both bounds are even.
   void (*matmul)(const Matmul&, std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end);
+  // The same with a weight in few bits, and what comes before it.
+  void (*quantize)(const Quantize&, std::int64_t row_begin, std::int64_t row_end);
+  void (*quant_matmul)(const QuantMatmul&, std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end);
   void (*rms_norm)(const RmsNorm&, std::int64_t row_begin, std::int64_t row_end);
   void (*rope)(const Rope&, std::int64_t row_begin, std::int64_t row_end);
   void (*gate_mul)(const GateMul&, std::int64_t row_begin, std::int64_t row_end);
@@ -192,7 +285,7 @@ struct Kernels {
 
 extern const Kernels kPortable;
 #if defined(__x86_64__)
-extern const Kernels kAvx2, kAvx512, kAvx512Bf16, kAmx;
+extern const Kernels kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx;
 // Not of the contract: its products round in another order than the matrix rule, and run at twice the speed (--fast-math).
 extern const Kernels kAvx512Bf16Dots;
 #endif

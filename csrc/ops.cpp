@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "pack.h"
 #include "rotation.h"
 
 namespace octavo {
@@ -13,18 +12,12 @@ namespace {
 constexpr std::int64_t kFewRows = 16;            // a product of so few waits for memory
 constexpr std::int64_t kCacheBytes = 256 << 10;  // of weights, and of rows, that a unit of a product keeps in a core's cache
 
-float widen(bf16 x) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(x) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 // Small enough for the cache and to keep all threads busy to the end; panels in pairs, as gate and up stand.
-Tile tile_of(const PackedWeight& w, std::int64_t rows, int num_threads) {
-  const std::int64_t row_bytes = w.padded_k() * static_cast<std::int64_t>(sizeof(bf16));
+Tile tile_of(const Weight& w, std::int64_t rows, int num_threads) {
+  const std::int64_t row_bytes = w.plain().padded_k() * static_cast<std::int64_t>(sizeof(bf16));  // or as much in QuantChunks
+  static_assert(sizeof(QuantChunk) == kChunk * sizeof(bf16));
   const std::int64_t fit_rows = std::max<std::int64_t>(kCacheBytes / row_bytes / 32 * 32, 32);
-  const std::int64_t fit_panels = kCacheBytes / (row_bytes * kPanel);
+  const std::int64_t fit_panels = kCacheBytes / w.panel_bytes();
   const std::int64_t fair_panels = num_threads == 1 ? w.panels() : w.panels() / (4 * num_threads);
   const int panels = static_cast<int>(std::min(fit_panels, fair_panels)) / 2 * 2;
   return {std::max<std::int64_t>(1, std::min(fit_rows, rows)), std::max(2, panels)};
@@ -51,16 +44,35 @@ void for_tiles(Units& units, int num_threads, std::int64_t rows, int panels, Til
   }
 }
 
+// Its rows and panels of a product; `first` is the first row of op.x, counted from where quantised rows begin.
+void multiply(const Runtime& runtime, const Weight& weight, Matmul& op, std::int64_t first, Units& units, Share share,
+              std::int64_t rows, Tile tile) {
+  QuantMatmul in_few_bits;
+  if (weight.quantised()) {
+    const QuantRows x = runtime.quant_rows(weight);
+    in_few_bits = {op, weight.quant(), {x.row(first), x.stride}, runtime.keep_activations};
+  } else {
+    op.w = weight.plain();
+  }
+  for_tiles(units, share.num_threads, rows, weight.panels(), tile,
+            [&](std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {
+              if (weight.quantised()) {
+                runtime.kernels.quant_matmul(in_few_bits, row_begin, row_end, panel_begin, panel_end);
+              } else {
+                runtime.kernels.matmul(op, row_begin, row_end, panel_begin, panel_end);
+              }
+            });
+}
+
 }  // namespace
 
 void EmbedOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
-  const PackedWeight& w = runtime.weights[weight_].packed;
+  const Weight& w = runtime.weights[weight_];
   const FloatRows out = runtime.stream_at(out_);
   for (std::int64_t i = begin; i < end; ++i) {
-    const int token = runtime.step.token_ids[i];
-    const bf16* column = w.panel(token / kPanel) + token % kPanel * 2;
     float* row = out.row(i);
-    for (int k = 0; k < w.k; ++k) row[k] = widen(column[k / 2 * (2 * kPanel) + k % 2]) * scale_;
+    w.read(runtime.step.token_ids[i], row);
+    for (int k = 0; k < w.k(); ++k) row[k] = row[k] * scale_;
   }
 }
 
@@ -143,15 +155,19 @@ void StoreOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t 
   }
 }
 
+void QuantizeOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
+  const Weight& w = runtime.weights[weight_];
+  runtime.kernels.quantize({runtime.at(out_), runtime.quant_rows(w), w.k(), w.quant().format, runtime.keep_activations}, begin, end);
+}
+
 void MatmulOp::prepare(const Runtime& runtime, int num_threads) {
   units_.reset();
-  tile_ = tile_of(runtime.weights[weight_].packed, runtime.rows(x_), num_threads);
+  tile_ = tile_of(runtime.weights[weight_], runtime.rows(x_), num_threads);
 }
 
 void MatmulOp::run(const Runtime& runtime, Share share) {
   Matmul op;
   op.x = runtime.at(x_);
-  op.w = runtime.weights[weight_].packed;
   op.bias = bias_ < 0 ? nullptr : runtime.vectors[bias_].data();
   op.epilogue = epilogue_;
   if (epilogue_ == Epilogue::kAdd) {
@@ -161,30 +177,24 @@ void MatmulOp::run(const Runtime& runtime, Share share) {
     op.out = runtime.at(out_);
   }
   op.out_width = width_;
-  for_tiles(units_, share.num_threads, runtime.rows(x_), op.w.panels(), tile_,
-            [&](std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {
-              runtime.kernels.matmul(op, row_begin, row_end, panel_begin, panel_end);
-            });
+  multiply(runtime, runtime.weights[weight_], op, 0, units_, share, runtime.rows(x_), tile_);
 }
 
 void LogitsOp::prepare(const Runtime& runtime, int num_threads) {
   units_.reset();
   const std::int64_t rows = runtime.logits_end - runtime.logits_begin;
-  tile_ = tile_of(runtime.weights[weight_].packed, rows, num_threads);
+  tile_ = tile_of(runtime.weights[weight_], rows, num_threads);
 }
 
 void LogitsOp::run(const Runtime& runtime, Share share) {
+  const Weight& w = runtime.weights[weight_];
   Matmul op;
   op.x = runtime.at(x_);
   op.x.data = op.x.row(runtime.logits_begin);
-  op.w = runtime.weights[weight_].packed;
   op.epilogue = Epilogue::kFloat;
-  op.out_float = {runtime.logits, op.w.n};
-  op.out_width = op.w.n;
-  for_tiles(units_, share.num_threads, runtime.logits_end - runtime.logits_begin, op.w.panels(), tile_,
-            [&](std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {
-              runtime.kernels.matmul(op, row_begin, row_end, panel_begin, panel_end);
-            });
+  op.out_float = {runtime.logits, w.n()};
+  op.out_width = w.n();
+  multiply(runtime, w, op, runtime.logits_begin, units_, share, runtime.logits_end - runtime.logits_begin, tile_);
 }
 
 void SoftcapOp::run(const Runtime& runtime, Share share) {

@@ -188,6 +188,19 @@ class StoreOp final : public RowOp {
   int cache_;
 };
 
+// Rows as the next product, with a weight in few bits, needs them.
+class QuantizeOp final : public RowOp {
+ public:
+  QuantizeOp(View x, int weight) : RowOp(x), weight_(weight) {}
+  std::string kind() const override { return "quantize"; }
+  std::string shape(const Runtime& runtime) const override;
+  Work work(const Runtime& runtime) const override;
+
+ private:
+  void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
+  int weight_;
+};
+
 class MatmulOp final : public Op {
  public:
   MatmulOp(View x, int weight, int bias, Epilogue epilogue, View residual, int width, View out)

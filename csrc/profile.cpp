@@ -23,20 +23,22 @@ double bytes(const Runtime& runtime, View view, int width) {
 // rows x [k] times a packed weight, `columns` of whose products are kept.
 Work product(const Weight& weight, std::int64_t rows, double columns) {
   Work work;
-  work.flops = 2.0 * static_cast<double>(rows) * columns * weight.packed.k;
+  work.flops = 2.0 * static_cast<double>(rows) * columns * weight.k();
   if (rows > 0) work.weight_bytes = static_cast<double>(weight.bytes());
-  work.other_bytes = static_cast<double>(rows) * weight.packed.k * kBf16;
+  work.other_bytes = static_cast<double>(rows) * weight.k() * kBf16;
   return work;
 }
 
 }  // namespace
 
-std::string EmbedOp::shape(const Runtime& runtime) const { return std::to_string(runtime.weights[weight_].packed.k); }
+std::string EmbedOp::shape(const Runtime& runtime) const { return std::to_string(runtime.weights[weight_].k()); }
 
 Work EmbedOp::work(const Runtime& runtime) const {
-  const int width = runtime.weights[weight_].packed.k;
+  const Weight& weight = runtime.weights[weight_];
+  const int width = weight.k();
   Work work;
-  work.weight_bytes = static_cast<double>(runtime.rows(out_)) * width * kBf16;
+  const double row = weight.quantised() ? static_cast<double>(weight.panel_bytes()) / kPanel : width * kBf16;
+  work.weight_bytes = static_cast<double>(runtime.rows(out_)) * row;
   work.other_bytes = bytes(runtime, out_, width);
   return work;
 }
@@ -117,6 +119,14 @@ Work StoreOp::work(const Runtime& runtime) const {
   return work;
 }
 
+std::string QuantizeOp::shape(const Runtime& runtime) const { return std::to_string(runtime.weights[weight_].k()); }
+
+Work QuantizeOp::work(const Runtime& runtime) const {
+  Work work;
+  work.other_bytes = 2 * bytes(runtime, out_, runtime.weights[weight_].k());  // a chunk of codes is as long as one of bfloat16
+  return work;
+}
+
 std::string MatmulOp::kind() const {
   switch (epilogue_) {
     case Epilogue::kAdd: return "matmul+add";
@@ -127,7 +137,7 @@ std::string MatmulOp::kind() const {
 }
 
 std::string MatmulOp::shape(const Runtime& runtime) const {
-  return by(runtime.weights[weight_].packed.k, std::int64_t{gated() ? 2 : 1} * width_);
+  return by(runtime.weights[weight_].k(), std::int64_t{gated() ? 2 : 1} * width_);
 }
 
 Work MatmulOp::work(const Runtime& runtime) const {
@@ -139,13 +149,13 @@ Work MatmulOp::work(const Runtime& runtime) const {
 }
 
 std::string LogitsOp::shape(const Runtime& runtime) const {
-  return by(runtime.weights[weight_].packed.k, runtime.weights[weight_].packed.n);
+  return by(runtime.weights[weight_].k(), runtime.weights[weight_].n());
 }
 
 Work LogitsOp::work(const Runtime& runtime) const {
   const std::int64_t rows = runtime.logits_end - runtime.logits_begin;
-  Work work = product(runtime.weights[weight_], rows, runtime.weights[weight_].packed.n);
-  work.other_bytes += static_cast<double>(rows) * runtime.weights[weight_].packed.n * kFloat;
+  Work work = product(runtime.weights[weight_], rows, runtime.weights[weight_].n());
+  work.other_bytes += static_cast<double>(rows) * runtime.weights[weight_].n() * kFloat;
   return work;
 }
 

@@ -37,48 +37,33 @@ int Program::add_buffer(int width, bool selected, bool stream) {
   return static_cast<int>(runtime_.buffers.size()) - 1;
 }
 
-int Program::add_weight(int n, int k) {
-  require(n > 0 && k > 0, "a weight needs rows and columns");
-  const PackedWeight packed{nullptr, n, k};
-  Weight weight{nullptr, packed};
-  weight.data = static_cast<bf16*>(runtime_.weight_memory.take(static_cast<std::size_t>(weight.bytes())));
-  weight.packed.data = weight.data;
+int Program::add_weight(int n, int k, std::string_view width) {
+  Weight weight(n, k, width);
+  weight.place(runtime_.weight_memory.take(static_cast<std::size_t>(weight.bytes())));
   runtime_.weights.push_back(weight);
   return static_cast<int>(runtime_.weights.size()) - 1;
 }
 
-// Where the panels of rows first .. first + count - 1 lie.
-bf16* Program::panels_of(int weight, int first_panel, int panel_step, int first, int count) const {
+// The panel that begins with row `first`, of those that belong to rows first .. first + count - 1.
+std::int64_t Program::panel_of(int weight, int first_panel, int panel_step, int first, int count) const {
   require(weight >= 0 && weight < static_cast<int>(runtime_.weights.size()), "no such weight");
-  const Weight& target = runtime_.weights[weight];
   require(first_panel >= 0 && panel_step >= 1 && first >= 0 && first % kPanel == 0 && count >= 1,
           "rows to pack begin with a whole panel");
   const std::int64_t place = first_panel + static_cast<std::int64_t>(first) / kPanel * panel_step;
-  require(place + static_cast<std::int64_t>((count - 1) / kPanel) * panel_step < target.packed.panels(),
+  require(place + static_cast<std::int64_t>((count - 1) / kPanel) * panel_step < runtime_.weights[weight].panels(),
           "rows past the last panel of a weight");
-  return target.data + place * target.packed.padded_k() * kPanel;
+  return place;
 }
 
 void Program::pack(int weight, int first_panel, int panel_step, const float* rows, int first, int count) {
-  bf16* out = panels_of(weight, first_panel, panel_step, first, count);
-  const int k = runtime_.weights[weight].packed.k;
-  pack_panels(rows, k, count, k, out, 0, (count + kPanel - 1) / kPanel, panel_step);
+  const std::int64_t place = panel_of(weight, first_panel, panel_step, first, count);
+  runtime_.weights[weight].pack(rows, count, place, panel_step);
 }
 
 void Program::pack_stored(int weight, int first_panel, int panel_step, const StoredFormat& format,
                           const std::uint8_t* rows, int first, int count) {
-  bf16* out = panels_of(weight, first_panel, panel_step, first, count);
-  const PackedWeight& packed = runtime_.weights[weight].packed;
-  require(packed.k % format.values == 0, "rows are not whole numbers of blocks");
-  const std::size_t k = packed.k, blocks = k / format.values;
-  std::vector<float> panel(kPanel * k);
-  for (int row = 0; row < count; row += kPanel, out += std::int64_t{panel_step} * packed.padded_k() * kPanel) {
-    const int height = std::min(kPanel, count - row);
-    for (std::size_t i = 0; i < height * blocks; ++i, rows += format.bytes) {
-      format.decode(rows, panel.data() + i * format.values);
-    }
-    pack_panels(panel.data(), packed.k, height, packed.k, out, 0, 1);
-  }
+  const std::int64_t place = panel_of(weight, first_panel, panel_step, first, count);
+  runtime_.weights[weight].pack(format, rows, count, place, panel_step);
 }
 
 int Program::add_vector(std::vector<float> values) {
@@ -104,8 +89,8 @@ int Program::add_cache(int kv_heads, int head_dim, int group) {
 void Program::embed(int weight, float scale, View out) {
   require(weight >= 0 && weight < static_cast<int>(runtime_.weights.size()), "no such weight");
   require(body_.empty(), "embed is the first op");
-  check_view(out, runtime_.weights[weight].packed.k, true);
-  vocab_size_ = runtime_.weights[weight].packed.n;
+  check_view(out, runtime_.weights[weight].k(), true);
+  vocab_size_ = runtime_.weights[weight].n();
   body_.push_back(std::make_unique<RotationTableOp>(out));
   body_.push_back(std::make_unique<EmbedOp>(weight, scale, out));
 }
@@ -164,10 +149,15 @@ void Program::attention(View q, int cache, int heads, int window, float scale, f
   body_.push_back(std::make_unique<AttentionOp>(q, cache, index, heads, scale, softcap, out));
 }
 
+// Where a weight is in few bits, its operand is made by an op of its own. Products run one after the other: they share the memory.
+void Program::quantize(View x, int weight) {
+  if (runtime_.weights[weight].quantised()) body_.push_back(std::make_unique<QuantizeOp>(x, weight));
+}
+
 void Program::matmul(View x, int weight, int bias, Epilogue epilogue, View residual, int width, View out) {
-  const PackedWeight& w = runtime_.weights.at(weight).packed;
+  const Weight& w = runtime_.weights.at(weight);
   const bool gated = epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluMul;
-  check_operand(x, w.k);
+  check_operand(x, w.k());
   check_view(out, width, epilogue == Epilogue::kAdd);
   if (epilogue == Epilogue::kAdd) check_view(residual, width, true);
   require(epilogue != Epilogue::kFloat, "float32 rows are logits: use that");
@@ -175,14 +165,16 @@ void Program::matmul(View x, int weight, int bias, Epilogue epilogue, View resid
           "a product writes more columns than its weight has");
   require(bias < 0 || runtime_.vectors.at(bias).size() == static_cast<std::size_t>(w.panels()) * kPanel,
           "a bias must be as long as the panels");
+  quantize(x, weight);
   body_.push_back(std::make_unique<MatmulOp>(x, weight, bias, epilogue, residual, width, out));
 }
 
 void Program::logits(View x, int weight) {
-  const PackedWeight& w = runtime_.weights.at(weight).packed;
-  check_operand(x, w.k);
+  const Weight& w = runtime_.weights.at(weight);
+  check_operand(x, w.k());
   require(runtime_.buffers[x.buffer].selected && head_.empty(), "logits come once, from selected rows");
-  require(w.n == vocab_size_, "the output projection and the embedding differ in vocabulary");
+  require(w.n() == vocab_size_, "the output projection and the embedding differ in vocabulary");
+  quantize(x, weight);  // all slices at once
   head_.push_back(std::make_unique<LogitsOp>(x, weight));
 }
 
@@ -337,6 +329,15 @@ void Program::grow(const Step& step) {
     }
     capacity_[selected] = capacity;
   }
+  std::int64_t chunks = 0;
+  for (const Weight& weight : runtime_.weights) {
+    if (weight.quantised()) chunks = std::max<std::int64_t>(chunks, (weight.k() + kChunk - 1) / kChunk);
+  }
+  const auto bytes = static_cast<std::size_t>(std::max(capacity_[0], capacity_[1]) * chunks) * sizeof(QuantChunk);
+  if (bytes > runtime_.quant_memory.bytes()) {
+    runtime_.quant_memory = Memory();
+    runtime_.quant_memory = Memory(bytes);
+  }
 }
 
 void Program::begin_slice(std::int64_t begin) {
@@ -421,9 +422,7 @@ std::vector<OpProfile> Program::stop_profile() {
 
 Roofline Program::measure_roofline() {
   const std::lock_guard lock(mutex_);
-  std::vector<PackedWeight> weights;
-  for (const Weight& weight : runtime_.weights) weights.push_back(weight.packed);
-  return octavo::measure_roofline(pool_, runtime_.kernels, weights);
+  return octavo::measure_roofline(pool_, runtime_.kernels, runtime_.weights);
 }
 
 void Program::run_slices(const LogitsUse& use, Share share) {

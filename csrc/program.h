@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "ops.h"
@@ -47,9 +48,10 @@ class Program {
   // Building. Each add_... gives back the number by which ops name the thing. Widths and shapes that do not fit raise
   // std::invalid_argument; so do numbers of what is not there.
   int add_buffer(int width, bool selected, bool stream);
-  int add_weight(int n, int k);
-  // Rounds rows [count, k] to bfloat16 and packs them: row i becomes row (first + i) of the panels first_panel,
-  // first_panel + panel_step, ... of the weight. first: a multiple of 16. Several threads may pack different rows at once.
+  // `width`: as of Weight.
+  int add_weight(int n, int k, std::string_view width);
+  // Packs rows [count, k] of float32: row i becomes row (first + i) of the panels first_panel, first_panel + panel_step, ... of
+  // the weight. first: a multiple of 16. Several threads may pack different rows at once.
   void pack(int weight, int first_panel, int panel_step, const float* rows, int first, int count);
   // The same for `count` rows of a stored format, side by side.
   void pack_stored(int weight, int first_panel, int panel_step, const StoredFormat& format, const std::uint8_t* rows,
@@ -96,6 +98,9 @@ class Program {
   // Whether what several sequences share is read once for all of them; on unless told otherwise. Results are the same.
   void set_cascade(bool on) { cascade_ = on; }
 
+  // Whether activations stay bfloat16 in products with weights in few bits; without, they become int8. Results differ.
+  void set_keep_activations(bool on) { runtime_.keep_activations = on; }
+
   // Positions of the last step whose keys and values were read for several sequences at once, over all layers: each counts
   // once for every sequence but the first.
   std::int64_t shared_positions() const;
@@ -109,7 +114,8 @@ class Program {
 
  private:
   void require(bool condition, const char* what) const;
-  bf16* panels_of(int weight, int first_panel, int panel_step, int first, int count) const;
+  std::int64_t panel_of(int weight, int first_panel, int panel_step, int first, int count) const;
+  void quantize(View x, int weight);
   void check_view(View view, int width, bool stream = false) const;
   void check_operand(View view, int k) const;
   void check(const Step& step) const;

@@ -89,22 +89,28 @@ struct Operands {
   }
 };
 
-double product_read_rate(Pool& pool, const Kernels& kernels, const std::vector<PackedWeight>& weights, double bytes) {
+double product_read_rate(Pool& pool, const Kernels& kernels, const std::vector<Weight>& weights, double bytes) {
   int widest = 0, deepest = 0;
-  for (const PackedWeight& w : weights) {
-    widest = std::max(widest, w.n);
-    deepest = std::max(deepest, w.k);
+  for (const Weight& w : weights) {
+    widest = std::max(widest, w.n());
+    deepest = std::max(deepest, w.k());
   }
   std::vector<Operands> operands;
   for (int thread = 0; thread < pool.num_threads(); ++thread) operands.emplace_back(1, widest, deepest);
   const double seconds = best_seconds(pool, [&](int thread) {
-    Matmul op = operands[static_cast<std::size_t>(thread)].op;
-    for (const PackedWeight& w : weights) {
-      op.w = w;
-      op.out_width = w.n;
+    const Operands& own = operands[static_cast<std::size_t>(thread)];
+    Matmul op = own.op;
+    for (const Weight& w : weights) {
+      op.out_width = w.n();
       const std::int64_t panels = w.panels(), threads = pool.num_threads();
       const int begin = static_cast<int>(panels * thread / threads), end = static_cast<int>(panels * (thread + 1) / threads);
-      if (begin < end) kernels.matmul(op, 0, 1, begin, end);
+      if (begin == end) continue;
+      if (w.quantised()) {  // x in place of a QuantChunk each 32 columns: as long, and any bytes will do
+        kernels.quant_matmul({op, w.quant(), {own.x.as<QuantChunk>(), 0}, false}, 0, 1, begin, end);
+      } else {
+        op.w = w.plain();
+        kernels.matmul(op, 0, 1, begin, end);
+      }
     }
   });
   return bytes / seconds;
@@ -127,13 +133,12 @@ double product_flops(Pool& pool, const Kernels& kernels, int rows, int n, int k)
 
 }  // namespace
 
-Roofline measure_roofline(Pool& pool, const Kernels& kernels, const std::vector<PackedWeight>& weights) {
+Roofline measure_roofline(Pool& pool, const Kernels& kernels, const std::vector<Weight>& weights) {
   Roofline roofline;
   std::vector<Words> packed;
-  for (const PackedWeight& w : weights) {
-    const std::int64_t bytes = std::int64_t{w.panels()} * w.padded_k() * kPanel * std::int64_t{sizeof(bf16)};
-    packed.emplace_back(reinterpret_cast<const std::uint64_t*>(w.data), bytes / sizeof(std::uint64_t));
-    roofline.weights_size += static_cast<double>(bytes);
+  for (const Weight& w : weights) {
+    packed.emplace_back(reinterpret_cast<const std::uint64_t*>(w.data()), w.bytes() / sizeof(std::uint64_t));
+    roofline.weights_size += static_cast<double>(w.bytes());
   }
   // Pages that were never written are all one page of zeros, which is in a cache.
   const Memory memory(kBeyondCaches, true);

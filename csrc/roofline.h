@@ -11,6 +11,7 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "weight.h"
 
 namespace octavo {
 
@@ -25,6 +26,6 @@ struct Roofline {
 };
 
 // `weights`: at least one. The pool must be idle.
-Roofline measure_roofline(Pool& pool, const Kernels& kernels, const std::vector<PackedWeight>& weights);
+Roofline measure_roofline(Pool& pool, const Kernels& kernels, const std::vector<Weight>& weights);
 
 }  // namespace octavo

@@ -8,6 +8,7 @@
 #include "attention_plan.h"
 #include "kernels.h"
 #include "memory.h"
+#include "weight.h"
 
 namespace octavo {
 
@@ -49,14 +50,6 @@ struct View {
   int column = 0;
 };
 
-struct Weight {
-  bf16* data;  // in the runtime's arena
-  PackedWeight packed;
-  std::int64_t bytes() const {
-    return std::int64_t{packed.panels()} * packed.padded_k() * kPanel * static_cast<std::int64_t>(sizeof(bf16));
-  }
-};
-
 // cos and sin of a step's positions, made once a step for all layers that turn alike.
 struct RotationTable {
   std::vector<float> frequencies;  // [half]
@@ -81,6 +74,8 @@ struct Runtime {
   std::vector<Buffer> buffers;
   Arena weight_memory;
   std::vector<Weight> weights;
+  bool keep_activations = false;            // bfloat16, where a weight is in few bits; else int8
+  Memory quant_memory;                      // the rows that the next such product reads
   std::vector<std::vector<float>> vectors;  // norm weights and biases
   std::vector<RotationTable> rotations;
   std::vector<Cache> caches;
@@ -103,6 +98,10 @@ struct Runtime {
   Rows at(View view) const {
     const Buffer& buffer = buffers[view.buffer];
     return {buffer.memory.as<bf16>() + view.column, buffer.stride()};
+  }
+  // What a product with this weight reads.
+  QuantRows quant_rows(const Weight& weight) const {
+    return {quant_memory.as<QuantChunk>(), (weight.k() + kChunk - 1) / kChunk};
   }
   bool is_stream(View view) const { return buffers[view.buffer].stream; }
   FloatRows stream_at(View view) const {

@@ -1,19 +1,37 @@
-// The formats in which GGUF files store rows, as float32: the same bits as octavo/weights/quants.py, which reads every format
-// and says where each comes from. Here are those that models are mostly stored in, so that loading one is quick.
+// The formats in which GGUF files store rows: as codes with scales and minima, or as float32 with the same bits as
+// octavo/weights/quants.py, which reads every format and says where each comes from. Here are those that models are mostly
+// stored in, so that loading one is quick.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <string_view>
 
+#include "kernels.h"
+
 namespace octavo {
+
+// 32 values of a row: (code - offset) * scale + minimum. [1] is of the last 16 where the format has groups of 16.
+struct StoredGroup {
+  std::uint8_t codes[kChunk];
+  float scale[2];
+  float minimum[2];
+};
 
 struct StoredFormat {
   const char* name;  // as in quants.py
   int values;        // of a block; a row is a whole number of blocks
   int bytes;
-  void (*decode)(const std::uint8_t* block, float* out);
+  QuantFormat quant;  // at which its blocks can stay as they are
+  void (*read)(const std::uint8_t* block, StoredGroup* out);  // values / 32 groups; null for formats of plain numbers
+  void (*widen)(const std::uint8_t* value, float* out);       // of those: one number
+
+  bool quantised() const { return read != nullptr; }
+  // One block as float32.
+  void decode(const std::uint8_t* block, float* out) const;
 };
+
+constexpr int kMostGroups = 8;  // of a block
 
 std::span<const StoredFormat> stored_formats();
 

@@ -13,6 +13,9 @@ def isas() -> list[str]:
 def stored_formats() -> list[str]:
     """Names of the formats that Program.pack_stored reads, as in octavo/weights/quants.py."""
 
+def quant_formats() -> dict[str, int]:
+    """Those of them whose rows a weight can keep, losing nothing, and the bits in which it holds a code."""
+
 def fast_table(isa: str) -> str:
     """The table that is faster where last bits may differ from the other tables'; `isa` where there is none."""
 
@@ -34,7 +37,8 @@ class Program:
     @property
     def weight_bytes(self) -> int: ...
     def add_buffer(self, width: int, selected: bool, stream: bool) -> int: ...
-    def add_weight(self, n: int, k: int) -> int: ...
+    def add_weight(self, n: int, k: int, width: str = "bfloat16") -> int:
+        """`width`: "bfloat16", "int8" (made from what is packed), or one of `quant_formats()`, kept as it is."""
     def pack(self, weight: int, first_panel: int, panel_step: int, rows: NDArray[np.float32], first: int) -> None: ...
     def pack_stored(
         self, weight: int, first_panel: int, panel_step: int, format: str, rows: NDArray[np.uint8], first: int
@@ -77,6 +81,8 @@ class Program:
         """Positions of the last step, over all layers, that need not be read again for each sequence."""
     def set_cascade(self, on: bool) -> None:
         """Whether what several sequences share is read once for all of them (the default); results are the same."""
+    def set_keep_activations(self, on: bool) -> None:
+        """Whether activations stay bfloat16 where weights are in few bits (without, they become int8)."""
     def kv_cache(self, cache: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
         """Keys and values as they lie: [blocks, KV heads, panels, 16 * head_dim], shared memory."""
     def start_profile(self) -> None:

@@ -77,6 +77,7 @@ class ModelConfig:
 
 Backend = Literal["auto", "cpu", "torch"]
 DType = Literal["auto", "float32", "bfloat16"]
+ActivationDType = Literal["auto", "int8", "bfloat16"]
 Policy = Literal["fcfs", "priority", "fair", "longest-prefix"]
 
 
@@ -97,7 +98,18 @@ class EngineConfig:
         default="auto", metadata={"help": "of weights and activations; auto: bfloat16, but float32 for torch on a CPU"}
     )
     quantization: str | None = field(
-        default=None, metadata={"help": "'none' expands the weights to dtype, as does the default as yet"}
+        default=None,
+        metadata={
+            "help": "of the weights: unless given, the file's own width on the cpu backend; none: expanded to dtype; "
+            "int8: made at load, in groups of 32 (cpu)"
+        },
+    )
+    activation_dtype: ActivationDType = field(
+        default="auto",
+        metadata={
+            "help": "what weights in few bits are multiplied with: int8 in groups of 32, or bfloat16, closer and "
+            "slower; auto: int8 (cpu)"
+        },
     )
     max_model_len: int | None = field(
         default=None, metadata={"help": "longest context in tokens; the model's own, or what the KV pool holds"}
@@ -142,6 +154,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, "auto", "cpu", "torch")
         _one_of("dtype", self.dtype, "auto", "float32", "bfloat16")
+        _one_of("activation_dtype", self.activation_dtype, "auto", "int8", "bfloat16")
+        if self.quantization is not None and isinstance(self.quantization, str):
+            _one_of("quantization", self.quantization, "none", "int8")
         _one_of("kv_cache_dtype", self.kv_cache_dtype, "auto", "float32", "bfloat16")
         _one_of("preemption_mode", self.preemption_mode, "auto", "recompute", "swap")
         _one_of("scheduling_policy", self.scheduling_policy, "fcfs", "priority", "fair", "longest-prefix")
@@ -170,8 +185,6 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} needs swap_space_bytes, which is 0; give the bytes to swap to")
 
     def _refuse_what_comes_later(self) -> None:
-        if self.quantization not in (None, "none"):
-            raise ConfigError(f"quantization={self.quantization!r} is not supported yet; use None or 'none'")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) != 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: parallel workers are not supported yet; use 1")

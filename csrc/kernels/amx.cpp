@@ -1,5 +1,5 @@
 // AVX-512 with matrix products, attention's too, on AMX tiles.
-#include "kernels/vec_avx512.h"
+#include "kernels/bytes_avx512.h"
 
 #include "kernels/table.h"
 #if defined(OCTAVO_EMULATE_TILES)

@@ -1,5 +1,5 @@
 // AVX2 and FMA.
-#include "kernels/vec_avx2.h"
+#include "kernels/bytes_avx2.h"
 
 #include "kernels/table.h"
 

@@ -1,5 +1,5 @@
 // AVX-512 F, BW, VL and DQ.
-#include "kernels/vec_avx512.h"
+#include "kernels/bytes_avx512.h"
 
 #include "kernels/table.h"
 

@@ -1,5 +1,5 @@
 // AVX-512 with the conversion to bfloat16 (see vec_avx512.h); and a second table, which also multiplies with VDPBF16PS.
-#include "kernels/vec_avx512.h"
+#include "kernels/bytes_avx512.h"
 
 #include "kernels/table.h"
 #include "kernels/dot_products.h"

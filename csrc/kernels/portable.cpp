@@ -1,5 +1,5 @@
 // Any machine: what the compiler's baseline has.
-#include "kernels/vec_portable.h"
+#include "kernels/bytes_portable.h"
 
 #include "kernels/table.h"
 

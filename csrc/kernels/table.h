@@ -1,4 +1,4 @@
-// The kernels of one instruction set: a file of its own includes its vec_*.h, then this, and defines its table.
+// The kernels of one instruction set: a file of its own includes its vec_*.h and bytes_*.h, then this, and defines its table.
 #pragma once
 
 #include "kernels.h"
@@ -7,6 +7,8 @@
 #include "kernels/math.h"
 #include "kernels/products.h"
 #include "kernels/matmul.h"
+#include "kernels/quant_rows.h"
+#include "kernels/quant_matmul.h"
 #include "kernels/norm.h"
 #include "kernels/rope.h"
 #include "kernels/gate.h"
@@ -16,7 +18,8 @@ namespace octavo {
 namespace {
 
 constexpr Kernels table(const char* name) {
-  return {name,      matmul,           rms_norm,        rope,    gate_mul, add,
+  return {name,      matmul,           quantize,        quant_matmul,
+          rms_norm,  rope,             gate_mul,        add,
           attention<FmaProducts>, attention_pieces<FmaProducts>, attention_merge, softcap, to_bf16};
 }
 

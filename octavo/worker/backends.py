@@ -82,6 +82,8 @@ def _cpu_backend(
         block_size=config.block_size,
         num_threads=config.num_threads,
         vocab_size=vocab_size,
+        quantization=config.quantization,
+        activation_dtype="int8" if config.activation_dtype == "auto" else config.activation_dtype,
         fast_math=config.fast_math,
         on_load=on_load,
     )
@@ -98,8 +100,16 @@ def _torch_backend(
         raise ConfigError("backend='torch' needs torch, which is not installed: pip install 'octavo[torch]'")
     from octavo.backends.torch import TorchBackend, resolve_device
 
-    if config.fast_math:
-        raise ConfigError("fast_math=True is of backend='cpu'; leave it out with backend='torch'")
+    for name, is_cpus in (
+        ("fast_math", config.fast_math),
+        ("quantization", config.quantization == "int8"),
+        ("activation_dtype", config.activation_dtype != "auto"),
+    ):
+        if is_cpus:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is of backend='cpu'; leave it out with backend='torch', which "
+                "expands weights to dtype"
+            )
     device = resolve_device(config.device)
     dtype = config.dtype
     if dtype == "auto":

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 
 from octavo.backends.cpu import CpuBackend
 from octavo.core import NOTHING
-from octavo.weights import open_checkpoint
+from octavo.weights import WeightTensor, open_checkpoint
+from octavo.weights.quants import TYPES
 from tests.backends.paged import Logits, Paged, graph
 
 NAN = 0x7FC1  # a bfloat16
@@ -25,11 +28,16 @@ def load_native(
     block_size: int = BLOCK,
     fast_math: bool = False,
     cascade: bool = True,
+    quantization: str | None = None,
+    activation_dtype: str = "int8",
+    stored: Sequence[str] = (),
 ) -> CpuBackend:
+    """`stored`: formats that the matrices take in turn, filled at random; without any, they are as in the file."""
     traced = graph(path, "bfloat16")
+    tensors = open_checkpoint(path).tensors
     return CpuBackend(
         traced,
-        open_checkpoint(path).tensors,
+        stored_at_random(tensors, stored) if stored else tensors,
         kv_cache_dtype="bfloat16",
         block_size=block_size,
         num_threads=num_threads,
@@ -38,7 +46,34 @@ def load_native(
         fuse=fuse,
         fast_math=fast_math,
         cascade=cascade,
+        quantization=quantization,
+        activation_dtype=activation_dtype,
     )
+
+
+def stored_at_random(tensors: Mapping[str, WeightTensor], dtypes: Sequence[str]) -> dict[str, WeightTensor]:
+    """The matrices in these formats in turn: random bytes with small scales. Rows must be whole blocks, or stay."""
+    turns = cycle(dtypes)
+    return {
+        name: _stored_at_random(tensor, next(turns))
+        if len(tensor.shape) == 2 and tensor.shape[1] % 256 == 0
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _stored_at_random(tensor: WeightTensor, dtype: str) -> WeightTensor:
+    kind, rng = TYPES[dtype], np.random.default_rng(0)
+    count = tensor.shape[0] * tensor.shape[1]
+    if kind.block == 1:
+        values = rng.normal(0, 0.05, count).astype(np.float32)
+        raw = values.astype("<f2") if dtype == "F16" else (values.view(np.uint32) >> 16).astype("<u2")
+        return replace(tensor, dtype=dtype, stored=raw.view(np.uint8))
+    blocks = rng.integers(0, 256, (count // kind.block, kind.nbytes), np.uint8)
+    records = blocks.view(kind.record).reshape(-1)
+    for field in {"d", "m", "dmin"} & set(kind.record.names):
+        records[field] = rng.normal(0, 0.01, len(records))
+    return replace(tensor, dtype=dtype, stored=blocks.reshape(-1))
 
 
 class NativePaged(Paged):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.backends.cpu import CpuBackend, isas
-from octavo.backends.cpu.native import fast_table
+from octavo.backends.cpu.native import fast_table, quant_formats
 from tests.backends.checkpoints import make, prompt
 from tests.backends.native import NativePaged, load_native
 from tests.backends.paged import Logits
@@ -180,3 +180,41 @@ def test_rows_of_one_prompt_share_nothing(load: Callable[..., CpuBackend], num_t
     for tokens in (prompt(700), prompt(200)):
         paged.step({"a": tokens})
         assert backend.shared_positions == 0
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}  # super-blocks
+
+
+@pytest.mark.parametrize("activation_dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("width", [*quant_formats(), "int8", "all in turn"])
+def test_each_width(tmp_path: Path, width: str, activation_dtype: str) -> None:
+    """Weights in few bits: one step of one thread of the plainest kernels, and all else that may run them."""
+    path = make("llama", tmp_path, head_dim=16, **WIDE).path
+    options = {
+        "stored": {"int8": [], "all in turn": [*quant_formats(), "BF16"]}.get(width, [width]),
+        "quantization": "int8" if width == "int8" else None,
+        "activation_dtype": activation_dtype,
+    }
+    tokens = prompt(70, seed=5)
+    expected = NativePaged(load_native(path, isa="portable", fuse=False, **options)).logits(tokens)
+    assert np.isfinite(expected).all()
+    for isa in isas():
+        for num_threads, chunk in ((1, 7), (2, 35), (3, 16)):
+            paged = NativePaged(load_native(path, isa=isa, num_threads=num_threads, **options))
+            paged.step({"mate": tokens[:41]})
+            for first in range(0, 70, chunk):
+                work = {"own": tokens[first : first + chunk], "mate": tokens[first : first + 1]}
+                assert_same_bits(paged.step(work)["own"], expected[first : first + chunk])
+
+
+def test_activations_and_widths_differ(tmp_path: Path) -> None:
+    """Each flag does something: other bits, near each other."""
+    path = make("llama", tmp_path, head_dim=16, **WIDE).path
+    tokens = prompt(40, seed=6)
+    exact, *others = (
+        NativePaged(load_native(path, stored=["Q4_1"], **options)).logits(tokens)
+        for options in ({"quantization": "none"}, {}, {"activation_dtype": "bfloat16"}, {"quantization": "int8"})
+    )
+    for i, found in enumerate(others):
+        assert 0 < np.abs(found - exact).max() < 0.3 * exact.std()
+        assert all((found != other).any() for other in others[:i])

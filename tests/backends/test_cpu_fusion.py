@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 from octavo.backends.cpu.fusion import fuse, fuse_gates, fuse_residuals, merge_projections
@@ -12,13 +12,15 @@ from octavo.graph import Trace, Value
 from octavo.models import build_graph
 from tests.models.test_families import CONFIG
 
+ALIKE: dict[str, str] = defaultdict(lambda: "bfloat16")  # how each weight is held
+
 
 def kinds(steps: list[Step]) -> Counter[str]:
     return Counter(f"{step.epilogue} of {len(step.parts)}" if isinstance(step, Matmul) else step.op for step in steps)
 
 
 def fused(config: ModelConfig) -> list[Step]:
-    return fuse(list(with_matmuls(build_graph(config, "bfloat16").nodes)))
+    return fuse(list(with_matmuls(build_graph(config, "bfloat16").nodes)), ALIKE)
 
 
 def test_llama() -> None:
@@ -70,7 +72,7 @@ def test_a_gate_that_is_read_twice_is_not_fused() -> None:
     x, h = embedded(t)
     gate, up = t.linear(h, "gate", 32), t.linear(h, "up", 32)
     graph = t.graph(t.add(t.add(x, t.silu_mul(gate, up)), gate))
-    assert kinds(fuse_gates(list(with_matmuls(graph.nodes)))) == {
+    assert kinds(fuse_gates(list(with_matmuls(graph.nodes)), ALIKE)) == {
         "embed": 1, "rms_norm": 1, "store of 1": 2, "silu_mul": 1, "add": 2
     }  # fmt: skip
 
@@ -80,7 +82,7 @@ def test_gates_of_different_inputs_are_not_fused() -> None:
     _, h = embedded(t)
     y = t.rms_norm(h, "norm2", eps=1e-6)
     graph = t.graph(t.silu_mul(t.linear(h, "gate", 32), t.linear(y, "up", 32)))
-    assert "silu_mul" in kinds(fuse_gates(list(with_matmuls(graph.nodes))))
+    assert "silu_mul" in kinds(fuse_gates(list(with_matmuls(graph.nodes)), ALIKE))
 
 
 def test_a_product_is_added_to_the_stream_where_it_is_made() -> None:
@@ -106,4 +108,18 @@ def test_only_products_of_one_input_are_merged() -> None:
     x, h = embedded(t)
     y = t.rms_norm(h, "norm2", eps=1e-6)
     graph = t.graph(t.add(t.add(x, t.linear(h, "a", 32)), t.linear(y, "b", 32)))
-    assert kinds(merge_projections(list(with_matmuls(graph.nodes))))["store of 1"] == 2
+    assert kinds(merge_projections(list(with_matmuls(graph.nodes)), ALIKE))["store of 1"] == 2
+
+
+def test_products_that_are_held_unlike_stay_apart() -> None:
+    """One packed weight has one width: v in more bits than q and k, and an up that differs from its gate."""
+    nodes = build_graph(CONFIG, "bfloat16").nodes
+    widths = {weight.name: "Q5_0" for node in nodes for weight in node.weights}
+    widths["layers.0.attn.v.weight"] = "Q8_0"
+    widths["layers.1.mlp.up.weight"] = "Q6_K"
+    found = kinds(fuse(list(with_matmuls(nodes)), widths))
+    assert found["store of 2"] == 1  # q and k of layer 0
+    assert found["store of 3"] == 1
+    assert found["silu_mul of 2"] == found["silu_mul"] == 1
+    # v of layer 0, and gate and up of layer 1, which both read one norm but are held unlike
+    assert found["store of 1"] == 3

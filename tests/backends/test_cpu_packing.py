@@ -14,9 +14,8 @@ from octavo.backends.cpu import CpuBackend, packing
 from octavo.backends.cpu.native import stored_formats
 from octavo.errors import ModelError
 from octavo.weights import WeightTensor, open_checkpoint, quants
-from octavo.weights.quants import TYPES
 from tests.backends.checkpoints import make, prompt
-from tests.backends.native import NativePaged, load_native
+from tests.backends.native import NativePaged, load_native, stored_at_random
 from tests.backends.paged import graph
 
 
@@ -34,30 +33,12 @@ def test_parts_and_threads_make_no_difference(path: Path, monkeypatch: pytest.Mo
         )
 
 
-def stored_at_random(tensor: WeightTensor, dtype: str) -> WeightTensor:
-    """Random bytes with small scales, as a matrix of the same shape."""
-    kind, rng = TYPES[dtype], np.random.default_rng(0)
-    count = tensor.shape[0] * tensor.shape[1]
-    if kind.block == 1:
-        values = rng.normal(0, 0.05, count).astype(np.float32)
-        raw = values.astype("<f2") if dtype == "F16" else (values.view(np.uint32) >> 16).astype("<u2")
-        return replace(tensor, dtype=dtype, stored=raw.view(np.uint8))
-    blocks = rng.integers(0, 256, (count // kind.block, kind.nbytes), np.uint8)
-    records = blocks.view(kind.record).reshape(-1)
-    for field in {"d", "m", "dmin"} & set(kind.record.names):
-        records[field] = rng.normal(0, 0.01, len(records))
-    return replace(tensor, dtype=dtype, stored=blocks.reshape(-1))
-
-
 @pytest.mark.parametrize("dtype", stored_formats())
 def test_stored_formats_pack_to_the_same_bits(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the program reads them, and expanded by numpy."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}
     wide = make("llama", tmp_path / "wide", head_dim=16, **sizes).path
-    tensors = dict(open_checkpoint(wide).tensors)
-    for name, tensor in tensors.items():
-        if len(tensor.shape) == 2 and tensor.shape[1] % 256 == 0:
-            tensors[name] = stored_at_random(tensor, dtype)
+    tensors = stored_at_random(open_checkpoint(wide).tensors, [dtype])
     packed = []
     for known in (stored_formats(), []):
         monkeypatch.setattr(packing, "stored_formats", lambda known=known: known)
@@ -70,6 +51,7 @@ def load(tensors: Mapping[str, WeightTensor], path: Path, on_load: Callable[[flo
     return CpuBackend(
         graph(path, "bfloat16"),
         tensors,
+        quantization="none",
         kv_cache_dtype="bfloat16",
         block_size=16,
         num_threads=2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from numpy.typing import NDArray
 from octavo.backends.base import Backend, Batch
 from octavo.backends.cpu.cores import usable_cores
 from octavo.backends.cpu.lower import check_graph, lower
-from octavo.backends.cpu.native import Program, fast_table, isas, sampling
-from octavo.backends.cpu.packing import pack
+from octavo.backends.cpu.native import Program, fast_table, isas, quant_formats, sampling
+from octavo.backends.cpu.packing import pack, stored_width
 from octavo.backends.cpu.profiler import CpuProfiler
 from octavo.backends.host_memory import memory_limit
 from octavo.backends.swap_file import swap_file
@@ -35,7 +36,10 @@ class CpuBackend(Backend):
 
     Args:
         graph: traced in bfloat16; its output is the logits, [S, vocabulary] in float32.
-        weights: the checkpoint's tensors by internal name; expanded, rounded to bfloat16 and packed one after another.
+        weights: the checkpoint's tensors by internal name; packed one after another.
+        quantization: None holds each matrix at its file's own width; "none" expands all to bfloat16, "int8" makes them
+            int8 in groups of 32 input channels.
+        activation_dtype: in products with weights in few bits: "int8" (in groups of 32) or "bfloat16".
         kv_cache_dtype: of stored keys and values: "bfloat16".
         block_size: tokens per KV block, a multiple of 16.
         num_threads: None is one for each core that the process may use.
@@ -61,6 +65,8 @@ class CpuBackend(Backend):
         block_size: int,
         num_threads: int | None,
         vocab_size: int,
+        quantization: str | None = None,
+        activation_dtype: str = "int8",
         isa: str | None = None,
         on_load: Callable[[float], None] = lambda share: None,
         fuse: bool = True,
@@ -90,13 +96,15 @@ class CpuBackend(Backend):
             table, self._fast_math = _resolve_fast_math(table)
         self._program = Program(table, threads)
         self._program.set_cascade(cascade)
-        jobs = lower(graph, weights, self._program, fuse=fuse)
+        self._program.set_keep_activations(activation_dtype == "bfloat16")
+        jobs = lower(graph, weights, self._program, fuse=fuse, quantization=quantization)
+        self._precision = _describe([stored_width(job.tensor, quantization) for job in jobs], activation_dtype)
         pack(self._program, jobs, on_load)
 
     @property
     def description(self) -> str:
         threads = "1 thread" if self._program.num_threads == 1 else f"{self._program.num_threads} threads"
-        return f"cpu ({self._program.isa}, {threads}: {self._why_threads}), bfloat16{self._fast_math}"
+        return f"cpu ({self._program.isa}, {threads}: {self._why_threads}), {self._precision}{self._fast_math}"
 
     @property
     def weight_bytes(self) -> int:
@@ -224,6 +232,20 @@ def _logprobs(
             top_logprobs[i, :count].tolist(),
         )
     return entries
+
+
+def _describe(widths: Sequence[str], activation_dtype: str) -> str:
+    """The precision for the boot report: in what the matrices are held, and how many of them."""
+    counts = Counter(widths)
+    if set(counts) == {"bfloat16"}:
+        return "bfloat16"
+    groups = [f"{_bits(width)}-bit ({width}) {count}" for width, count in counts.most_common()]
+    return f"bfloat16; matrices {', '.join(groups)}; {activation_dtype} activations"
+
+
+def _bits(width: str) -> int:
+    """Of a code."""
+    return {"int8": 8, "bfloat16": 16}.get(width) or quant_formats()[width]
 
 
 def _resolve_isa(isa: str | None) -> str:

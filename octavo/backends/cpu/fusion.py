@@ -5,7 +5,7 @@ An edge that disappears inside a step (`linear` -> `add`) is still rounded there
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from octavo.backends.cpu.steps import PANEL, Epilogue, Matmul, Part, Step, count_uses, width_of
@@ -14,13 +14,14 @@ from octavo.graph import Node, Value
 _GATES: dict[str, Epilogue] = {"silu_mul": "silu_mul", "gelu_mul": "gelu_mul"}
 
 
-def fuse(steps: Sequence[Step]) -> list[Step]:
-    for fusion in (fuse_gates, fuse_residuals, merge_projections):
-        steps = fusion(steps)
-    return list(steps)
+Widths = Mapping[str, str]  # how each weight is held, by its name; parts of one packed weight are held alike
 
 
-def fuse_gates(steps: Sequence[Step]) -> list[Step]:
+def fuse(steps: Sequence[Step], widths: Widths) -> list[Step]:
+    return merge_projections(fuse_residuals(fuse_gates(steps, widths)), widths)
+
+
+def fuse_gates(steps: Sequence[Step], widths: Widths) -> list[Step]:
     """silu(gate(x)) * up(x) as one product: panels of gate and of up alternate, so that both are at hand together.
 
     ::
@@ -36,7 +37,7 @@ def fuse_gates(steps: Sequence[Step]) -> list[Step]:
         if not isinstance(step, Node) or step.op not in _GATES:
             continue
         gate, up = (products.get(value.name) for value in step.inputs)
-        if gate is None or up is None or gate is up or gate.x != up.x:
+        if gate is None or up is None or gate is up or gate.x != up.x or _width(gate, widths) != _width(up, widths):
             continue
         parts = tuple(
             replace(product.parts[0], first_panel=first, panel_step=2) for first, product in enumerate((gate, up))
@@ -61,23 +62,29 @@ def fuse_residuals(steps: Sequence[Step]) -> list[Step]:
     return _rewrite(steps, fused, gone)
 
 
-def merge_projections(steps: Sequence[Step]) -> list[Step]:
+def merge_projections(steps: Sequence[Step], widths: Widths) -> list[Step]:
     """Products of the same x (q, k and v) as one over one weight, their results side by side in one buffer.
 
     Each result begins at a column that is a multiple of 32, so that its rows are aligned as if it had its own buffer.
     """
-    by_input: dict[str, list[Matmul]] = {}
+    by_input: dict[tuple[str, str], list[Matmul]] = {}
     for step in steps:
         if isinstance(step, Matmul) and step.epilogue == "store":
-            by_input.setdefault(step.x.name, []).append(step)
+            by_input.setdefault((step.x.name, _width(step, widths)), []).append(step)
     merged: list[Step] = []
     for step in steps:
-        siblings = by_input.get(step.x.name, []) if isinstance(step, Matmul) and step.epilogue == "store" else []
+        siblings: list[Matmul] = []
+        if isinstance(step, Matmul) and step.epilogue == "store":
+            siblings = by_input[step.x.name, _width(step, widths)]
         if len(siblings) < 2:
             merged.append(step)
         elif step is siblings[0]:
             merged.append(_side_by_side(siblings))
     return merged
+
+
+def _width(product: Matmul, widths: Widths) -> str:
+    return widths[product.parts[0].weight.name]
 
 
 def _side_by_side(products: Sequence[Matmul]) -> Matmul:

@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.backends.cpu.fusion import fuse as fuse_steps
 from octavo.backends.cpu.native import Program
-from octavo.backends.cpu.packing import PackingJob, round_to_bfloat16
+from octavo.backends.cpu.packing import PackingJob, round_to_bfloat16, stored_width
 from octavo.backends.cpu.steps import PANEL, Matmul, Part, Step, count_uses, outputs_of, width_of, with_matmuls
 from octavo.errors import ConfigError
 from octavo.graph import Graph, Node, Value, Weight
@@ -41,21 +41,30 @@ def check_graph(graph: Graph) -> None:
             )
 
 
-def lower(graph: Graph, weights: Mapping[str, WeightTensor], program: Program, *, fuse: bool) -> list[PackingJob]:
+def lower(
+    graph: Graph,
+    weights: Mapping[str, WeightTensor],
+    program: Program,
+    *,
+    fuse: bool,
+    quantization: str | None,
+) -> list[PackingJob]:
     """Build the graph's ops into an empty program, with room for the weights.
 
     Args:
         weights: the checkpoint's tensors by internal name.
         fuse: False leaves every op on its own; the results are the same bits.
+        quantization: None holds each matrix at its file's own width, "none" in bfloat16, "int8" in int8.
 
     Returns:
         What is still to be packed.
     """
     steps = list(with_matmuls(graph.nodes))
+    widths = {name: stored_width(tensor, quantization) for name, tensor in weights.items()}
     if fuse:
-        steps = fuse_steps(steps)
+        steps = fuse_steps(steps, widths)
     groups = {layer: i for i, group in enumerate(graph.kv_groups) for layer in group.layers}
-    lowering = _Lowering(program, weights, groups)
+    lowering = _Lowering(program, weights, widths, groups)
     lowering.emit(steps)
     return lowering.jobs
 
@@ -63,12 +72,19 @@ def lower(graph: Graph, weights: Mapping[str, WeightTensor], program: Program, *
 class _Lowering:
     """Where each value lies, and which weights there are."""
 
-    def __init__(self, program: Program, weights: Mapping[str, WeightTensor], groups: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        weights: Mapping[str, WeightTensor],
+        widths: Mapping[str, str],
+        groups: Mapping[int, int],
+    ) -> None:
         self.program = program
         self.groups = groups  # by layer: of those whose keys and values share blocks
         self.places: dict[str, Place] = {}
         self.jobs: list[PackingJob] = []
         self._tensors = weights
+        self._widths = widths
         self._packed: dict[tuple[Part, ...], int] = {}
         self._rotations: dict[tuple[tuple[float, ...], float], int] = {}
         self._kinds: list[Kind] = []  # of each buffer
@@ -117,7 +133,7 @@ class _Lowering:
         if parts not in self._packed:
             rows, k = parts[0].weight.shape
             n = rows if len(parts) == 1 else _count_panels(parts) * PANEL
-            self._packed[parts] = index = self.program.add_weight(n, k)
+            self._packed[parts] = index = self.program.add_weight(n, k, self._widths[parts[0].weight.name])
             for part in parts:
                 tensor = self._tensors[part.weight.name]
                 self.jobs.append(PackingJob(index, part.first_panel, part.panel_step, tensor))

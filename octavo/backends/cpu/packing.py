@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.cpu.native import Program, stored_formats
+from octavo.backends.cpu.native import Program, quant_formats, stored_formats
 from octavo.backends.cpu.steps import PANEL
 from octavo.weights import WeightTensor
 from octavo.weights.quants import dequantize
@@ -30,6 +30,13 @@ class PackingJob:
     first_panel: int
     panel_step: int
     tensor: WeightTensor
+
+
+def stored_width(tensor: WeightTensor, quantization: str | None) -> str:
+    """How a matrix is held: "bfloat16", "int8", or the format of its file, whose codes and scales stay as they are."""
+    if quantization == "int8":
+        return "int8"
+    return tensor.dtype if quantization is None and tensor.dtype in quant_formats() else "bfloat16"
 
 
 def pack(program: Program, jobs: Sequence[PackingJob], on_load: Callable[[float], None]) -> None:

@@ -1,0 +1,82 @@
+// Codes of weights in pairs of 256-bit registers: one quad (kernels.h) each.
+#pragma once
+
+#include <cstring>
+
+#include "kernels/vec_avx2.h"
+
+namespace octavo {
+namespace {
+
+constexpr int kQuantRows = 4;  // rows that share a chunk's codes; more spill
+
+struct Bytes {
+  __m256i lo, hi;
+};
+struct Ints {
+  __m256i lo, hi;
+};
+
+OCTAVO_INLINE Bytes load_bytes(const std::uint8_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+OCTAVO_INLINE __m256i high_nibbles(__m256i x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+OCTAVO_INLINE Bytes high_nibbles(Bytes x) { return {high_nibbles(x.lo), high_nibbles(x.hi)}; }
+OCTAVO_INLINE Bytes low_nibbles(Bytes x) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.lo, mask), _mm256_and_si256(x.hi, mask)};
+}
+// x | (plane << Shift & Mask); a negative Shift goes right. No bit of Mask may come from a neighbouring byte.
+template <int Shift, int Mask>
+OCTAVO_INLINE __m256i with_bits(__m256i x, __m256i plane) {
+  if constexpr (Shift > 0) plane = _mm256_slli_epi16(plane, Shift);
+  if constexpr (Shift < 0) plane = _mm256_srli_epi16(plane, -Shift);
+  return _mm256_or_si256(x, _mm256_and_si256(plane, _mm256_set1_epi8(Mask)));
+}
+template <int Shift, int Mask>
+OCTAVO_INLINE Bytes with_bits(Bytes x, Bytes plane) {
+  return {with_bits<Shift, Mask>(x.lo, plane.lo), with_bits<Shift, Mask>(x.hi, plane.hi)};
+}
+OCTAVO_INLINE Bytes look_up(Bytes nibbles, const std::uint8_t (&table)[16]) {
+  const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm256_shuffle_epi8(all, nibbles.lo), _mm256_shuffle_epi8(all, nibbles.hi)};
+}
+
+OCTAVO_INLINE Ints splat_int(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+OCTAVO_INLINE Vec to_float(Ints x) { return {_mm256_cvtepi32_ps(x.lo), _mm256_cvtepi32_ps(x.hi)}; }
+// Byte I of each column's four, as numbers.
+template <int I>
+OCTAVO_INLINE __m256 byte_of(__m256i x) {
+  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(x, 8 * I), _mm256_set1_epi32(255)));
+}
+template <int I>
+OCTAVO_INLINE Vec byte_of(Bytes x) {
+  return {byte_of<I>(x.lo), byte_of<I>(x.hi)};
+}
+
+// sum + u . x over the four k's of each column. VPMADDUBSW adds pairs of products in 16 bits and saturates: codes below 128
+// (Small) cannot make it; others go as their lower seven bits and their top bit.
+template <bool Small>
+OCTAVO_INLINE __m256i dot(__m256i sum, __m256i u, __m256i x) {
+  const __m256i ones = _mm256_set1_epi16(1), top = _mm256_set1_epi8(-128);
+  const __m256i low = Small ? u : _mm256_andnot_si256(top, u);
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones));
+  if (Small) return sum;
+  const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(top, u), x);
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(high, ones));
+}
+template <bool Small>
+OCTAVO_INLINE Ints dot(Ints sum, Bytes u, const std::int8_t* x) {
+  std::int32_t four;
+  std::memcpy(&four, x, sizeof four);
+  const __m256i quad = _mm256_set1_epi32(four);
+  return {dot<Small>(sum.lo, u.lo, quad), dot<Small>(sum.hi, u.hi, quad)};
+}
+
+OCTAVO_INLINE Vec load_half(const std::uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+
+}  // namespace
+}  // namespace octavo

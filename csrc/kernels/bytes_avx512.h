@@ -1,0 +1,69 @@
+// Codes of weights in 512-bit registers: one quad (kernels.h) each. With VNNI the byte product is an instruction.
+#pragma once
+
+#include <cstring>
+
+#include "kernels/vec_avx512.h"
+
+namespace octavo {
+namespace {
+
+constexpr int kQuantRows = 16;  // rows whose sums stay in registers beside a chunk's eight quads
+
+struct Bytes {
+  __m512i v;  // 64 unsigned bytes
+};
+struct Ints {
+  __m512i v;  // 16 columns
+};
+
+OCTAVO_INLINE Bytes load_bytes(const std::uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+OCTAVO_INLINE Bytes low_nibbles(Bytes x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
+OCTAVO_INLINE Bytes high_nibbles(Bytes x) {
+  return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))};
+}
+// x | (plane << Shift & Mask); a negative Shift goes right. No bit of Mask may come from a neighbouring byte.
+template <int Shift, int Mask>
+OCTAVO_INLINE Bytes with_bits(Bytes x, Bytes plane) {
+  __m512i moved = plane.v;
+  if constexpr (Shift > 0) moved = _mm512_slli_epi16(moved, Shift);
+  if constexpr (Shift < 0) moved = _mm512_srli_epi16(moved, -Shift);
+  return {_mm512_ternarylogic_epi64(x.v, moved, _mm512_set1_epi8(Mask), 0xf8)};
+}
+OCTAVO_INLINE Bytes look_up(Bytes nibbles, const std::uint8_t (&table)[16]) {
+  const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm512_shuffle_epi8(all, nibbles.v)};
+}
+
+OCTAVO_INLINE Ints splat_int(std::int32_t x) { return {_mm512_set1_epi32(x)}; }
+OCTAVO_INLINE Vec to_float(Ints x) { return {_mm512_cvtepi32_ps(x.v)}; }
+// Byte I of each column's four, as numbers.
+template <int I>
+OCTAVO_INLINE Vec byte_of(Bytes x) {
+  return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(x.v, 8 * I), _mm512_set1_epi32(255)))};
+}
+
+// sum + u . x over the four k's of each column. Small: u is below 128, so that pairs of products fit into 16 bits.
+template <bool Small>
+OCTAVO_INLINE Ints dot(Ints sum, Bytes u, const std::int8_t* x) {
+  std::int32_t four;
+  std::memcpy(&four, x, sizeof four);
+  const __m512i quad = _mm512_set1_epi32(four);
+#if defined(__AVX512VNNI__)
+  return {_mm512_dpbusd_epi32(sum.v, u.v, quad)};
+#else
+  const __m512i ones = _mm512_set1_epi16(1), top = _mm512_set1_epi8(-128);
+  const __m512i low = Small ? u.v : _mm512_andnot_si512(top, u.v);
+  sum.v = _mm512_add_epi32(sum.v, _mm512_madd_epi16(_mm512_maddubs_epi16(low, quad), ones));
+  if (Small) return sum;
+  const __m512i high = _mm512_maddubs_epi16(_mm512_and_si512(top, u.v), quad);
+  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(high, ones))};
+#endif
+}
+
+OCTAVO_INLINE Vec load_half(const std::uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+
+}  // namespace
+}  // namespace octavo
