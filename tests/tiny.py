@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog and runs into the forest",
@@ -58,4 +58,30 @@ def make_llama(directory: Path, *, seed: int = 0, adds_bos: bool = False, **conf
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     make_tokenizer(directory, adds_bos=adds_bos)
+    return directory
+
+
+def make_gemma(directory: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Saves a Gemma 3 with three layers that look back over 40 tokens and one that sees all; returns the directory."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": 384,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 40,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "bos_token_id": 1,
+        "eos_token_id": 0,
+        "initializer_range": 0.2,
+    }
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**{**sizes, **config})).eval()
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    make_tokenizer(directory, adds_bos=False)
     return directory
