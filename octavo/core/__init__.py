@@ -1,7 +1,7 @@
 """Who runs next, and in which blocks: plain Python, no tensors."""
 
 from octavo.core.beam_search import Beam, BeamGroup, Hypothesis
-from octavo.core.block_manager import BlockManager
+from octavo.core.block_manager import BlockManager, most_blocks
 from octavo.core.block_pool import BlockPool
 from octavo.core.plan import NOTHING, BlockMove, NewSequence, StepPlan, StepResult
 from octavo.core.policy import Policy, make_policy
@@ -28,4 +28,5 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "make_policy",
+    "most_blocks",
 ]

@@ -156,9 +156,13 @@ class BlockManager:
     def most_growth(self, sequence: Sequence, steps: int) -> int:
         """Blocks that a sequence that decodes may take in so many steps."""
         ever = self.blocks_for(sequence.max_length - 1) - len(sequence.block_tables[0])
+        growth = min(1 + steps // self.block_size, ever) * len(self.windows)
+        if any(window is not None for window in self.windows):  # which give back what they take, once they are full
+            held = sum(1 for _ in _held(sequence.block_tables))
+            growth = min(growth, self.most_blocks(sequence.max_length - 1) - held)
         # One that was just forked has asked for nothing yet: it may have to copy its last block.
         copies = sequence.room == sequence.num_computed and sequence.room % self.block_size > 0
-        return (min(1 + steps // self.block_size, ever) + copies) * len(self.windows)
+        return growth + copies * len(self.windows)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> tuple[list[int] | None, BlockTables | None]:
         """Makes room for `num_tokens` positions; the caller has made sure that `missing` blocks are available.
@@ -320,7 +324,7 @@ def most_blocks(num_tokens: int, block_size: int, windows: Many[int | None], max
     """
     length = -(-num_tokens // block_size)
     spans = [None if window is None else window - 1 + max_chunk for window in windows]
-    return sum(length if span is None else min(length, (span - 1) // block_size + 2) for span in spans)
+    return sum(length if span is None else min(length, (span - 2) // block_size + 2) for span in spans)
 
 
 def _held(tables: BlockTables) -> Iterator[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from octavo.backends.base import Backend
 from octavo.config import KV_MEMORY_SHARE, EngineConfig, ModelConfig
-from octavo.core.block_manager import most_blocks
+from octavo.core import most_blocks
 from octavo.errors import ConfigError
 from octavo.graph import KVGroup
 

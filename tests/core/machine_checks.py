@@ -176,7 +176,9 @@ def may_grow(machine: SchedulerMachine, sequence: Sequence, steps: int, *, unwri
         return 0
     ever = manager.blocks_for(sequence.max_length - 1) - len(sequence.block_tables[0])
     copies = unwritten and sequence.seq_id in machine.unwritten and sequence.num_computed % manager.block_size > 0
-    return (min(1 + steps // manager.block_size, ever) + copies) * len(manager.windows)
+    growth = min(1 + steps // manager.block_size, ever) * len(manager.windows)
+    growth = min(growth, manager.most_blocks(sequence.max_length - 1) - len(held(sequence)))
+    return growth + copies * len(manager.windows)
 
 
 def check_victims_were_needed(machine: SchedulerMachine, before: Before, plan: StepPlan, admitted: list[int]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, LLMEngine, RequestOutput, SamplingParams
-from octavo.core.block_manager import most_blocks
+from octavo.core import most_blocks
 from tests.engine.test_prefix_cache import answers
 from tests.tiny import make_gemma, make_llama
 
