@@ -44,12 +44,12 @@ void for_tiles(Units& units, int num_threads, std::int64_t rows, int panels, Til
   }
 }
 
-// Its rows and panels of a product; `first` is the first row of op.x, counted from where quantised rows begin.
-void multiply(const Runtime& runtime, const Weight& weight, Matmul& op, std::int64_t first, Units& units, Share share,
-              std::int64_t rows, Tile tile) {
+// A thread's part of `rows` rows of a product of view x, whose row `first` is the first of op.x.
+void multiply(const Runtime& runtime, const Weight& weight, View view, Matmul& op, std::int64_t first, std::int64_t rows,
+              Units& units, Share share, Tile tile) {
   QuantMatmul in_few_bits;
   if (weight.quantised()) {
-    const QuantRows x = runtime.quant_rows(weight);
+    const QuantRows x = runtime.quant_rows(weight, runtime.rows(view), share.thread);
     in_few_bits = {op, weight.quant(), {x.row(first), x.stride}, runtime.keep_activations};
   } else {
     op.w = weight.plain();
@@ -155,9 +155,10 @@ void StoreOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t 
   }
 }
 
-void QuantizeOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
+void QuantizeOp::quantize(const Runtime& runtime, std::int64_t begin, std::int64_t end, int thread) const {
   const Weight& w = runtime.weights[weight_];
-  runtime.kernels.quantize({runtime.at(out_), runtime.quant_rows(w), w.k(), w.quant().format, runtime.keep_activations}, begin, end);
+  const QuantRows out = runtime.quant_rows(w, runtime.rows(out_), thread);
+  runtime.kernels.quantize({runtime.at(out_), out, w.k(), w.quant().format, runtime.keep_activations}, begin, end);
 }
 
 void MatmulOp::prepare(const Runtime& runtime, int num_threads) {
@@ -177,7 +178,7 @@ void MatmulOp::run(const Runtime& runtime, Share share) {
     op.out = runtime.at(out_);
   }
   op.out_width = width_;
-  multiply(runtime, runtime.weights[weight_], op, 0, units_, share, runtime.rows(x_), tile_);
+  multiply(runtime, runtime.weights[weight_], x_, op, 0, runtime.rows(x_), units_, share, tile_);
 }
 
 void LogitsOp::prepare(const Runtime& runtime, int num_threads) {
@@ -194,7 +195,7 @@ void LogitsOp::run(const Runtime& runtime, Share share) {
   op.epilogue = Epilogue::kFloat;
   op.out_float = {runtime.logits, w.n()};
   op.out_width = w.n();
-  multiply(runtime, w, op, runtime.logits_begin, units_, share, runtime.logits_end - runtime.logits_begin, tile_);
+  multiply(runtime, w, x_, op, runtime.logits_begin, runtime.logits_end - runtime.logits_begin, units_, share, tile_);
 }
 
 void SoftcapOp::run(const Runtime& runtime, Share share) {

@@ -51,6 +51,7 @@ class Op {
 
   virtual ~Op() = default;
   virtual Cut cut(const Runtime& runtime) const = 0;
+  virtual bool is_own(const Runtime&) const { return false; }  // each thread makes its own result: nobody need wait for it
   virtual void prepare(const Runtime&, int /*num_threads*/) {}  // before a step, by one thread
   virtual void run(const Runtime& runtime, Share share) = 0;
 
@@ -192,12 +193,22 @@ class StoreOp final : public RowOp {
 class QuantizeOp final : public RowOp {
  public:
   QuantizeOp(View x, int weight) : RowOp(x), weight_(weight) {}
+  Cut cut(const Runtime& runtime) const override { return is_own(runtime) ? Cut::kUnits : RowOp::cut(runtime); }
+  bool is_own(const Runtime& runtime) const override { return runtime.has_own_rows(runtime.rows(out_)); }
+  void run(const Runtime& runtime, Share share) override {
+    if (!is_own(runtime)) {
+      RowOp::run(runtime, share);
+    } else {
+      quantize(runtime, 0, runtime.rows(out_), share.thread);
+    }
+  }
   std::string kind() const override { return "quantize"; }
   std::string shape(const Runtime& runtime) const override;
   Work work(const Runtime& runtime) const override;
 
  private:
-  void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
+  void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override { quantize(runtime, begin, end, 0); }
+  void quantize(const Runtime& runtime, std::int64_t begin, std::int64_t end, int thread) const;
   int weight_;
 };
 

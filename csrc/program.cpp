@@ -41,6 +41,7 @@ int Program::add_weight(int n, int k, std::string_view width) {
   Weight weight(n, k, width);
   weight.place(runtime_.weight_memory.take(static_cast<std::size_t>(weight.bytes())));
   runtime_.weights.push_back(weight);
+  if (weight.quantised()) runtime_.quant_chunks = std::max<std::int64_t>(runtime_.quant_chunks, weight.chunks());
   return static_cast<int>(runtime_.weights.size()) - 1;
 }
 
@@ -329,11 +330,8 @@ void Program::grow(const Step& step) {
     }
     capacity_[selected] = capacity;
   }
-  std::int64_t chunks = 0;
-  for (const Weight& weight : runtime_.weights) {
-    if (weight.quantised()) chunks = std::max<std::int64_t>(chunks, (weight.k() + kChunk - 1) / kChunk);
-  }
-  const auto bytes = static_cast<std::size_t>(std::max(capacity_[0], capacity_[1]) * chunks) * sizeof(QuantChunk);
+  const std::int64_t most_rows = std::max({capacity_[0], capacity_[1], kOwnRows * num_threads()});
+  const auto bytes = static_cast<std::size_t>(most_rows * runtime_.quant_chunks) * sizeof(QuantChunk);
   if (bytes > runtime_.quant_memory.bytes()) {
     runtime_.quant_memory = Memory();
     runtime_.quant_memory = Memory(bytes);
@@ -390,7 +388,8 @@ void Program::run(std::vector<std::unique_ptr<Op>>& ops, std::size_t first, Shar
     ops[i]->run(runtime_, share);
     const bool last = i + 1 == ops.size();
     const Op::Cut next = last ? Op::Cut::kUnits : ops[i + 1]->cut(runtime_);
-    if (profile_ || next == Op::Cut::kUnits || next != ops[i]->cut(runtime_)) end_op(first + i);
+    const bool waits = next == Op::Cut::kUnits || next != ops[i]->cut(runtime_);
+    if (profile_ || (waits && !ops[i]->is_own(runtime_))) end_op(first + i);
   }
 }
 

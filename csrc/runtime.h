@@ -67,6 +67,8 @@ struct Cache {
   std::int64_t keys = 0, values = 0;  // where they begin in a block, elements
 };
 
+constexpr std::int64_t kOwnRows = 4;
+
 struct Runtime {
   explicit Runtime(const Kernels& table) : kernels(table) {}
 
@@ -75,6 +77,7 @@ struct Runtime {
   Arena weight_memory;
   std::vector<Weight> weights;
   bool keep_activations = false;            // bfloat16, where a weight is in few bits; else int8
+  std::int64_t quant_chunks = 0;            // of the deepest such weight
   Memory quant_memory;                      // the rows that the next such product reads
   std::vector<std::vector<float>> vectors;  // norm weights and biases
   std::vector<RotationTable> rotations;
@@ -99,9 +102,11 @@ struct Runtime {
     const Buffer& buffer = buffers[view.buffer];
     return {buffer.memory.as<bf16>() + view.column, buffer.stride()};
   }
-  // What a product with this weight reads.
-  QuantRows quant_rows(const Weight& weight) const {
-    return {quant_memory.as<QuantChunk>(), (weight.k() + kChunk - 1) / kChunk};
+  // What a product of so many rows with this weight reads. Few rows are quicker made than waited for: each thread has its own.
+  bool has_own_rows(std::int64_t rows) const { return rows <= kOwnRows; }
+  QuantRows quant_rows(const Weight& weight, std::int64_t rows, int thread) const {
+    const std::int64_t first = has_own_rows(rows) ? thread * kOwnRows * quant_chunks : 0;
+    return {quant_memory.as<QuantChunk>() + first, weight.chunks()};
   }
   bool is_stream(View view) const { return buffers[view.buffer].stream; }
   FloatRows stream_at(View view) const {

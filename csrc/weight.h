@@ -19,6 +19,7 @@ class Weight {
   int n() const { return n_; }
   int k() const { return k_; }
   int panels() const { return (n_ + kPanel - 1) / kPanel; }
+  int chunks() const { return (k_ + kChunk - 1) / kChunk; }
   std::int64_t panel_bytes() const { return quantised() ? quant().panel_bytes() : std::int64_t{plain().padded_k()} * kPanel * 2; }
   std::int64_t bytes() const { return panels() * panel_bytes(); }
   bool quantised() const { return format_.has_value(); }

@@ -73,6 +73,25 @@ OCTAVO_INLINE Ints dot(Ints sum, Bytes u, const std::int8_t* x) {
   return {dot<Small>(sum.lo, u.lo, quad), dot<Small>(sum.hi, u.hi, quad)};
 }
 
+// Of 32 activations: the largest size, as bits of bfloat16; and the codes for a scale, with the sum of each half of them.
+OCTAVO_INLINE int largest_bits(const bf16* x) {
+  const __m256i all = _mm256_set1_epi16(0x7fff);
+  const __m256i half = _mm256_max_epu16(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)), all),
+                                        _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 16)), all));
+  const __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)));
+  return _mm_extract_epi16(least, 0) ^ 0xffff;
+}
+OCTAVO_INLINE std::int32_t round_half(const bf16* x, float inverse, std::int8_t* codes) {
+  const Vec scaled = load(x) * splat(inverse);
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(scaled.lo), _mm256_cvtps_epi32(scaled.hi));  // quarters cross
+  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+  const __m128i rounded = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+  _mm_store_si128(reinterpret_cast<__m128i*>(codes), rounded);
+  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(rounded, _mm_set1_epi8(-128)), _mm_setzero_si128());  // each plus 128
+  return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
+}
+
 OCTAVO_INLINE Vec load_half(const std::uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};

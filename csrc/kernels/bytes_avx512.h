@@ -61,6 +61,22 @@ OCTAVO_INLINE Ints dot(Ints sum, Bytes u, const std::int8_t* x) {
 #endif
 }
 
+// Of 32 activations: the largest size, as bits of bfloat16; and the codes for a scale, with the sum of each half of them.
+OCTAVO_INLINE int largest_bits(const bf16* x) {
+  const __m512i sizes = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));
+  const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(sizes), _mm512_extracti64x4_epi64(sizes, 1));
+  const __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)));
+  return _mm_extract_epi16(least, 0) ^ 0xffff;
+}
+OCTAVO_INLINE std::int32_t round_half(const bf16* x, float inverse, std::int8_t* codes) {
+  const Vec scaled = load(x) * splat(inverse);
+  const __m128i rounded = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(scaled.v));  // to nearest even, as the mode is
+  _mm_store_si128(reinterpret_cast<__m128i*>(codes), rounded);
+  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(rounded, _mm_set1_epi8(-128)), _mm_setzero_si128());  // each plus 128
+  return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
+}
+
 OCTAVO_INLINE Vec load_half(const std::uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }

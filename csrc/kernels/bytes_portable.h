@@ -73,6 +73,26 @@ OCTAVO_INLINE Ints dot(Ints sum, Bytes u, const std::int8_t* x) {
   return sum;
 }
 
+// Of 32 activations: the largest size, as bits of bfloat16; and the codes for a scale, with the sum of each half of them.
+OCTAVO_INLINE int largest_bits(const bf16* x) {
+  std::int16_t most = 0;
+  for (int i = 0; i < kChunk; ++i) {
+    const auto size = static_cast<std::int16_t>(x[i] & 0x7fff);
+    most = most > size ? most : size;
+  }
+  return most;
+}
+OCTAVO_INLINE std::int32_t round_half(const bf16* x, float inverse, std::int8_t* codes) {
+  const Vec whole = load(x) * splat(inverse) + splat(kMagic);
+  std::int32_t sum = 0;
+  for (int i = 0; i < 16; ++i) {
+    const std::int32_t code = bits_as<I4>(whole.v[i / 4])[i % 4] - kMagicBits;
+    codes[i] = static_cast<std::int8_t>(code);
+    sum += codes[i];
+  }
+  return sum;
+}
+
 OCTAVO_INLINE Vec load_half(const std::uint16_t* p) {
   float lanes[16];
   for (int i = 0; i < 16; ++i) {

@@ -1,5 +1,5 @@
-// Activations as int8: for each 32 k's of a row codes, their scale and their sums. Plain loops, which compilers turn into
-// vectors; the sums are of whole numbers, and all else is one operation a number, so that no order is left open.
+// Activations as int8: for each 32 k's of a row codes, their scale and their sums. The sums are of whole numbers, and all else
+// is one operation a number, so that no order is left open.
 #pragma once
 
 #include <cstring>
@@ -18,32 +18,17 @@ OCTAVO_INLINE float widen_one(std::uint32_t bits) {
 }
 
 OCTAVO_INLINE void quantize_chunk(const bf16* x, const QuantFormat& format, QuantChunk* out) {
-  std::int16_t most = 0;
-  for (int i = 0; i < kChunk; ++i) {
-    const auto size = static_cast<std::int16_t>(x[i] & 0x7fff);
-    most = most > size ? most : size;
-  }
+  const int most = largest_bits(x);
   const float largest = widen_one(static_cast<std::uint32_t>(most));
   float inverse = 127.0f / largest;
   out->scale = largest / 127.0f;
   if (most < kTiny) inverse = out->scale = 0;
   if (most >= kInfinite) {
-    inverse = 0;
+    inverse = 0;  // whatever codes come of this, the scale makes them NaN
     out->scale = widen_one(kNanBits);
   }
-  std::int32_t codes[kChunk];
-  for (int i = 0; i < kChunk; ++i) {
-    const float whole = widen_one(x[i]) * inverse + kMagic;
-    std::int32_t bits;
-    std::memcpy(&bits, &whole, sizeof bits);
-    codes[i] = bits - kMagicBits;
-  }
-  for (int i = 0; i < kChunk; ++i) out->codes[i] = static_cast<std::int8_t>(codes[i]);
-  std::int32_t sums[2] = {0, 0};
-  for (int i = 0; i < kChunk / 2; ++i) {
-    sums[0] += out->codes[i];
-    sums[1] += out->codes[i + kChunk / 2];
-  }
+  std::int32_t sums[2];
+  for (int half = 0; half < 2; ++half) sums[half] = round_half(x + half * kChunk / 2, inverse, out->codes + half * kChunk / 2);
   if (format.group == kChunk) sums[0] += sums[1];
   for (int g = 0; g < 2; ++g) {
     out->initial[g] = -format.offset * sums[g];

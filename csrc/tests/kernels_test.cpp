@@ -226,6 +226,7 @@ bool report(const Test& t) {
 std::uint64_t test_kernels(Test& t) {
   test_rows(t);
   test_matmul(t);
+  test_quant(t);
   test_attention(t);
   return t.digest();
 }

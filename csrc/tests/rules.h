@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "kernels.h"
 
@@ -77,6 +78,60 @@ inline float gated_rule(Gate f, float gate, float up) {
   if (f == Gate::kSilu) return gate / (1.0f + exp_rule(0.0f - gate)) * up;
   const float inner = 0.797884561f * (gate + 0.044715f * (gate * gate * gate));
   return 0.5f * gate * (1.0f + tanh_rule(inner)) * up;
+}
+
+// A column of a weight in few bits: what its codes stand for, and the scale and minimum of each group.
+struct Grouped {
+  std::vector<int> whole;             // [k]: u - offset
+  std::vector<float> scale, minimum;  // [k / group]
+  int group = kChunk;
+  bool has_minimum = false;
+};
+
+// A chunk of activations as int8.
+struct Int8Chunk {
+  int q[kChunk] = {};
+  float scale = 0;
+};
+inline Int8Chunk int8_rule(const float* x) {
+  Int8Chunk chunk;
+  float most = 0;
+  for (int i = 0; i < kChunk; ++i) most = std::fmax(most, std::fabs(x[i]));
+  if (most < 0x1p-100f) return chunk;
+  const float inverse = 127.0f / most;
+  chunk.scale = most / 127.0f;
+  for (int i = 0; i < kChunk; ++i) chunk.q[i] = static_cast<int>(std::nearbyint(static_cast<double>(x[i] * inverse)));
+  return chunk;
+}
+
+inline float int8_product_rule(const float* x, const Grouped& w) {
+  float acc = 0;
+  for (std::size_t g = 0; g < w.scale.size(); ++g) {
+    const int first = static_cast<int>(g) * w.group;
+    const Int8Chunk chunk = int8_rule(x + first / kChunk * kChunk);
+    std::int64_t products = 0, sum = 0;
+    for (int i = 0; i < w.group; ++i) {
+      const int q = chunk.q[first % kChunk + i];
+      products += std::int64_t{w.whole[first + i]} * q;
+      sum += q;
+    }
+    acc = acc + (w.scale[g] * chunk.scale) * static_cast<float>(products);
+    if (w.has_minimum) acc = acc + w.minimum[g] * (chunk.scale * static_cast<float>(sum));
+  }
+  return acc;
+}
+
+// With activations as they are.
+inline float kept_product_rule(const float* x, const Grouped& w) {
+  float acc = 0;
+  const std::vector<float> ones(w.group, 1.0f);
+  for (std::size_t g = 0; g < w.scale.size(); ++g) {
+    const float* own = x + g * w.group;
+    const std::vector<float> whole(w.whole.begin() + g * w.group, w.whole.begin() + (g + 1) * w.group);
+    acc = acc + w.scale[g] * matrix_rule(own, whole.data(), w.group);
+    if (w.has_minimum) acc = acc + w.minimum[g] * matrix_rule(own, ones.data(), w.group);
+  }
+  return acc;
 }
 
 // ------------------------------------------------------------------------------------------------------------- bounds

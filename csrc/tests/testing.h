@@ -4,6 +4,7 @@
 //   rules.h             the rules of kernels.h, said again
 //   kernels_test.cpp    main; the kernels that go row by row
 //   matmul_test.cpp     matrix products and their epilogues
+//   quant_test.cpp      the same with weights in few bits
 //   attention_test.cpp  paged attention
 //   numerics_test.cpp   what has no table: packing, rotation, sampling, subnormals
 //
@@ -207,6 +208,7 @@ void visit(Test& t, const Matrix<T>& before, const Matrix<T>& out, Range rows, R
 // ----------------------------------------------------------------------------------------------------------- the tests
 
 void test_matmul(Test& t);
+void test_quant(Test& t);
 void test_attention(Test& t);
 // Independent of the table.
 void test_packing(Test& t);
