@@ -67,7 +67,8 @@ bool has_amx() { return has_avx512_bf16(); }
 #else
 bool has_amx() {
   const unsigned d = cpuid(7, 0).edx;
-  return has_avx512_bf16() && has_states(0x60000) && bit(d, 24) && bit(d, 22) && ask_for_tiles();  // TILE, BF16
+  return has_avx512_bf16() && has_states(0x60000) && bit(d, 24) && bit(d, 25) && bit(d, 22) &&  // TILE, INT8, BF16
+         ask_for_tiles();
 }
 #endif
 

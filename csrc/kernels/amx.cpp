@@ -6,6 +6,7 @@
 #include "kernels/emulated_tiles.h"
 #endif
 #include "kernels/tiles.h"
+#include "kernels/quant_tiles.h"
 #include "kernels/tile_attention.h"
 
 namespace octavo {
@@ -13,6 +14,7 @@ namespace {
 
 constexpr Kernels with_tiles(Kernels k) {
   k.matmul = matmul_amx;
+  k.quant_matmul = quant_matmul_amx;
   k.attention = attention<TileProducts>;
   k.attention_pieces = attention_pieces<TileProducts>;
   return k;

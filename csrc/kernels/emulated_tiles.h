@@ -87,6 +87,21 @@ inline void dot_products(int sums, int left, int right) {
   }
 }
 
+// Signed bytes times unsigned ones, summed in 32 bits.
+inline void byte_products(int sums, int left, int right) {
+  Tile &c = tile(sums), &a = tile(left), &b = tile(right);
+  require(a.rows == c.rows && b.bytes == c.bytes && a.bytes % 4 == 0 && a.bytes / 4 <= b.rows);
+  require(sums != left && sums != right && left != right);
+  for (int m = 0; m < c.rows; ++m) {
+    for (int n = 0; n < c.bytes / 4; ++n) {
+      std::int32_t acc;
+      std::memcpy(&acc, c.data[m] + 4 * n, sizeof acc);
+      for (int k = 0; k < a.bytes; ++k) acc += static_cast<signed char>(a.data[m][k]) * b.data[k / 4][4 * n + k % 4];
+      std::memcpy(c.data[m] + 4 * n, &acc, sizeof acc);
+    }
+  }
+}
+
 }  // namespace emulated
 }  // namespace
 }  // namespace octavo
@@ -97,9 +112,11 @@ inline void dot_products(int sums, int left, int right) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbsud
 #define _tile_loadconfig emulated::load_config
 #define _tile_release emulated::release
 #define _tile_zero emulated::zero
 #define _tile_loadd emulated::load
 #define _tile_stored emulated::store
 #define _tile_dpbf16ps emulated::dot_products
+#define _tile_dpbsud emulated::byte_products
