@@ -97,6 +97,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Replies to each conversation; `prompt` of an output is the text that the chat template made.
@@ -106,6 +107,7 @@ class LLM:
             sampling_params: one for all conversations, or one each; BeamSearchParams search for the best replies.
             tools, documents, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs: for
                 all conversations, as explained at `octavo.tokenizer.ChatTemplates.render`.
+            cache_salt: one for all conversations, or one each; only those of the same salt share what is computed.
             progress: show a progress bar on stderr; None shows one on a terminal.
 
         Raises:
@@ -133,7 +135,11 @@ class LLM:
                     raise
                 raise RequestError(f"conversation {i}: {error}") from error
         params = SamplingParams() if sampling_params is None else sampling_params
-        tokens: list[Prompt] = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
+        salts = _one_each(cache_salt, len(prompts), "cache_salt")
+        tokens: list[Prompt] = [
+            {"prompt_token_ids": prompt.token_ids, "cache_salt": salt}
+            for prompt, salt in zip(prompts, salts, strict=True)
+        ]
         outputs = self._run(tokens, params, None, progress, kinds=(SamplingParams, BeamSearchParams))
         for output, prompt in zip(outputs, prompts, strict=True):
             output.prompt = prompt.text
@@ -276,7 +282,7 @@ def _listed(value: Any, name: str) -> list[Any]:
 
 
 def _one_each(value: Any, count: int, name: str) -> list[Any]:
-    if not isinstance(value, Iterable):
+    if isinstance(value, str) or not isinstance(value, Iterable):
         return [value] * count
     values = list(value)
     if len(values) != count:

@@ -21,14 +21,14 @@ class TextPrompt(TypedDict):
     """A prompt as text; only requests of the same `cache_salt` share what is computed."""
 
     prompt: str
-    cache_salt: NotRequired[str]
+    cache_salt: NotRequired[str | None]
 
 
 class TokensPrompt(TypedDict):
     """A prompt that is tokenised already; `cache_salt` as above."""
 
     prompt_token_ids: list[int]
-    cache_salt: NotRequired[str]
+    cache_salt: NotRequired[str | None]
 
 
 Prompt = str | TextPrompt | TokensPrompt

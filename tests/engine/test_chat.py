@@ -98,6 +98,47 @@ def test_exactly_one_bos(tmp_path: Path) -> None:
         assert plain.prompt_token_ids == output.prompt_token_ids
 
 
+class TestSalt:
+    LONG = ({"role": "user", "content": "the quick brown fox " * 8},)
+
+    def cached(self, llm: LLM, conversations: Any, salt: Any) -> list[int]:
+        outputs = llm.chat(conversations, GREEDY, cache_salt=salt)
+        return [output.metrics.num_cached_tokens for output in outputs]
+
+    def test_only_conversations_of_one_salt_share(self, directory: Path) -> None:
+        with LLM(str(directory), num_kv_blocks=256, num_threads=1) as llm:
+            assert [self.cached(llm, self.LONG, salt) for salt in (None, "a", "b")] == [[0]] * 3
+            (count,) = self.cached(llm, self.LONG, "a")
+            assert count > 0
+            assert self.cached(llm, self.LONG, None) == [count]
+            assert self.cached(llm, [self.LONG] * 2, "c") == [0, count]  # one for all
+            assert self.cached(llm, [self.LONG] * 4, ["a", "d", None, "e"]) == [count, 0, count, 0]  # one each
+            (output,) = llm.chat(self.LONG, GREEDY, cache_salt="f")
+            prompt = {"prompt_token_ids": output.prompt_token_ids, "cache_salt": "f"}
+            assert llm.generate(prompt, GREEDY)[0].metrics.num_cached_tokens == count
+
+    def test_a_salt_changes_no_reply(self, llm: LLM) -> None:
+        plain, salted = llm.chat(ONE, GREEDY), llm.chat(ONE, GREEDY, cache_salt="tenant 7")
+        assert plain[0].outputs[0].token_ids == salted[0].outputs[0].token_ids
+
+    @pytest.mark.parametrize(
+        ("salt", "message"),
+        [
+            ("", r"^prompt 0: cache_salt='': expected text of 1 to 1024 characters, or None$"),
+            ("x" * 1025, r"^prompt 0: cache_salt='x+\.\.\.: expected text of 1 to 1024"),
+            (7, r"^prompt 0: cache_salt=7: expected text"),
+            (["a", 7], r"^prompt 1: cache_salt=7: expected text"),
+            (["a"], r"^cache_salt has 1 entries for 2 prompts; give one, or one for each$"),
+            (["a", "b", "c"], r"^cache_salt has 3 entries for 2 prompts"),
+        ],
+    )
+    def test_what_is_no_salt_is_refused_before_anything_runs(self, llm: LLM, salt: Any, message: str) -> None:
+        before = llm.stats()["num_tokens"]
+        with pytest.raises(RequestError, match=message):
+            llm.chat([ONE, TWO], GREEDY, cache_salt=salt)
+        assert llm.stats()["num_tokens"] == before
+
+
 class TestRefusals:
     @pytest.mark.parametrize("nothing", [[], [ONE, []]])
     def test_empty(self, llm: LLM, nothing: Any) -> None:
