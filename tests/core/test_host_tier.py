@@ -365,6 +365,13 @@ class TestChoice:
         self.preempt_once(engine, 10)
         assert engine.scheduler.stats().num_preemptions_swap == 1
 
+    def test_the_time_of_moves_is_not_taken_for_that_of_tokens(self) -> None:
+        engine = Clockwork(blocks=6, policy="priority", host=8, mode="swap", per_token=0.01, per_move=5.0)
+        for i in range(3):
+            self.preempt_once(engine, 10 * i)
+        cost = engine.scheduler._cost
+        assert (cost.per_token, cost.per_move) == (pytest.approx(0.01), pytest.approx(5.0))
+
     def test_a_failed_step_s_victims_are_no_swap(self) -> None:
         engine = Engine(make_scheduler(blocks=6, host=8, mode="swap"))
         add(engine, 0, 17)

@@ -1,8 +1,19 @@
 """benchmarks/soak.py, as a test: it checks itself that no block, no slot of the host tier and no request is lost."""
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 
 from benchmarks.soak import POLICIES, Soak, soak
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged() -> Iterator[None]:
+    """pytest would keep what is said of each search that fails, and that is no flat memory."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def check_that_it_happened(result: Soak) -> None:
@@ -18,7 +29,7 @@ def check_that_it_happened(result: Soak) -> None:
 def test_a_short_life(policy: str) -> None:
     result = soak(2000, policy=policy)
     check_that_it_happened(result)
-    assert max(result.memory) < 1.05 * result.memory[0]
+    assert max(result.memory) < result.memory[0] + 3000  # of so many sequences, not one object each
 
 
 @pytest.mark.slow
@@ -27,4 +38,4 @@ def test_a_long_life(policy: str) -> None:
     result = soak(100_000, policy=policy, seed=1)
     assert result.finished > 100_000
     check_that_it_happened(result)
-    assert max(result.memory) < 1.02 * result.memory[0]
+    assert max(result.memory) < result.memory[0] + 3000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +57,21 @@ class TestMostBlocks:
             for num_tokens in (*range(30), 60):
                 expected = self.brute_force(num_tokens, block_size, window, max_chunk)
                 assert most_blocks(num_tokens, block_size, (window,), max_chunk) == expected, (max_chunk, num_tokens)
+
+    @pytest.mark.parametrize(
+        ("windows", "tokens", "decoding", "in_large_steps"),
+        [
+            ((None, *[512] * 5), 8192, 677, 1317),
+            ((None, *[512] * 5), 32768, 2213, 2853),
+            ((4096,), 8192, 257, 385),
+            ((4096,), 32768, 257, 385),
+        ],
+    )
+    def test_figures_of_the_docs(self, windows: Windows, tokens: int, decoding: int, in_large_steps: int) -> None:
+        """docs/kv-memory.md: Gemma 3 270M and Mistral 7B."""
+        assert [most_blocks(tokens, 16, windows, chunk) for chunk in (1, 2048)] == [decoding, in_large_steps]
+        line = rf"\| {tokens:,} \| [^|]* \| {decoding:,} \| [^|]* \| {in_large_steps:,} \|"
+        assert re.search(line, (Path(__file__).parents[2] / "docs" / "kv-memory.md").read_text())
 
     def test_groups_add_up(self) -> None:
         each = [most_blocks(100, 4, (window,), 7) for window in (None, 16, 5)]
