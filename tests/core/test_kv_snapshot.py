@@ -1,8 +1,9 @@
 """The picture of the pool in docs/kv-memory.md is a real one."""
 
+from dataclasses import fields
 from pathlib import Path
 
-from octavo.core import NOTHING, KVSnapshot
+from octavo.core import NOTHING, KVSnapshot, SchedulerStats, SequenceBlocks
 from tests.core.helpers import Engine, make_scheduler, make_sequence
 
 DOCS = Path(__file__).parents[2] / "docs" / "kv-memory.md"
@@ -47,3 +48,8 @@ def test_the_picture_in_the_docs() -> None:
     print(picture)
     assert picture in DOCS.read_text()
     engine.run()
+
+
+def test_the_docs_name_all_that_there_is() -> None:
+    names = [*SchedulerStats._fields, *(f.name for f in fields(KVSnapshot)), *(f.name for f in fields(SequenceBlocks))]
+    assert [name for name in names if f"`{name}`" not in DOCS.read_text()] == []
