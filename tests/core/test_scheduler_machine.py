@@ -218,6 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = Before(self)
         plan = self.scheduler.schedule()
         self.follow_forks(plan)
+        self.covered = {i: end for i, end in self.covered.items() if before.stayed(self.all[i])}
         check_plan(self, before, plan)
         check_order(self, before, plan)
         self.see(before, plan)
