@@ -39,6 +39,7 @@ bench: $(VENV)/.dev  ## the benchmarks that need no peer
 	$(BIN)/octavo profile $(MODEL) --prefill 2048 --json benchmarks/results/profile.json --png docs/images/roofline.png
 	$(BIN)/octavo bench latency $(MODEL) --json benchmarks/results/latency.json
 	$(BIN)/octavo bench throughput $(MODEL) --input-len 32:512 --output-len 16:256 --json benchmarks/results/throughput.json
+	$(BIN)/python benchmarks/overload.py --model $(MODEL) --json benchmarks/results/overload.json
 	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
 
 sanitize: $(VENV)/.dev  ## the native runtime under the thread, address and undefined-behaviour sanitizers

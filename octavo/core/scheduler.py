@@ -322,7 +322,7 @@ class Scheduler:
             return False  # the usual answer, without a look at anything else
         twin = self._twin(head, index)
         if twin is not None:
-            prefix, needed, steps = twin.block_tables, groups, 1
+            prefix, needed, steps = twin.block_tables, groups * (len(head.tokens) < head.max_length - 1), 1
         elif budget > 0:
             prefix = self.blocks.find_prefix(head)
             # Those that are in use cost nothing; those that are cached count among the blocks available, and are taken.
@@ -444,7 +444,7 @@ class Scheduler:
             return False
         if self.preemption_mode == "swap":
             return True
-        num_blocks = self.blocks.blocks_for(sequence.num_computed) * len(self.blocks.windows)
+        num_blocks = sum(block != NOTHING for table in sequence.block_tables for block in table)
         return self._cost.swap_pays(sequence.num_computed, num_blocks)
 
     def _finish(self, sequence: Sequence, now: float) -> None:

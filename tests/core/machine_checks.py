@@ -146,7 +146,7 @@ def check_admitted_with_room(machine: SchedulerMachine, before: Before, plan: St
     later = {i for i in kept if machine.order[i] > machine.order[admitted]}
     in_use = {block for s in earlier for block in held(s)}.union(*(before.held[i] for i in later))
     at = plan.seq_ids.index(admitted)
-    steps, needed = 1, len(manager.windows)
+    steps, needed = 1, len(manager.windows) * (len(sequence.tokens) < sequence.max_length - 1)
     if plan.num_tokens[at]:
         steps = steps_to_compute(machine, len(sequence.tokens) - plan.starts[at], len(earlier))
         needed = manager.most_blocks(len(sequence.tokens)) - len(in_use.intersection(adopted(machine, plan, admitted)))

@@ -383,18 +383,6 @@ def test_results_do_not_depend_on_memory(
 
 
 class TestEstimates:
-    def test_whoever_comes_in_has_room_until_its_tokens_are_computed(self) -> None:
-        """What falls out of a window frees nothing while another sequence holds it too.
-
-        In a pool of 3, the second sequence shares the first's block 0. Both will need a block more while it still does.
-        """
-        engine = Engine(make_scheduler(windows=(4,), blocks=3, budget=2))
-        add(engine, 0, 5, new_tokens=15, first_token=5)
-        engine.step()
-        second = add(engine, 1, 10, new_tokens=3, first_token=5)
-        engine.run()
-        assert second.num_preemptions == 0
-
     def test_swaps_are_estimated_by_what_is_held(self) -> None:
         """33 tokens of 10 ms against 13 blocks of 8 ms, out and back: 9 of the first group, 2 of each of the others.
 
