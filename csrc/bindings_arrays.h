@@ -66,6 +66,13 @@ inline Epilogue epilogue_of(const std::string& name) {
   throw std::invalid_argument("no epilogue " + name);
 }
 
+inline Activations activations_of(const std::string& name) {
+  if (name == "int8") return Activations::kInt8;
+  if (name == "int16") return Activations::kInt16;
+  if (name == "bfloat16") return Activations::kBfloat16;
+  throw std::invalid_argument("activations are int8, int16 or bfloat16, not " + name);
+}
+
 // What a product does with its sums, for a weight of so many panels.
 struct Result {
   std::optional<Bf16s> out;

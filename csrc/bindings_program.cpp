@@ -26,6 +26,13 @@ using Place = std::pair<int, int>;  // buffer, column
 
 View view(Place place) { return {place.first, place.second}; }
 
+Activations activations_of(const std::string& name) {
+  if (name == "int8") return Activations::kInt8;
+  if (name == "int16") return Activations::kInt16;
+  if (name == "bfloat16") return Activations::kBfloat16;
+  throw std::invalid_argument("program: activations are int8, int16 or bfloat16, not " + name);
+}
+
 Gate gate_of(const std::string& name) {
   if (name == "silu") return Gate::kSilu;
   if (name == "gelu") return Gate::kGelu;
@@ -332,7 +339,7 @@ void bind_program(nb::module_& m) {
            "moves"_a)
       .def("kv_cache", &kv_cache, "cache"_a)
       .def("set_cascade", &Program::set_cascade, "on"_a)
-      .def("set_keep_activations", &Program::set_keep_activations, "on"_a)
+      .def("set_activations", [](Program& p, const std::string& dtype) { p.set_activations(activations_of(dtype)); }, "dtype"_a)
       .def_prop_ro("shared_positions", &Program::shared_positions)
       .def("start_profile", &Program::start_profile)
       .def("stop_profile", &stop_profile)

@@ -65,21 +65,22 @@ void unpack(const std::string& format, Array<const std::uint8_t, 1> packed, Arra
 
 // Rows of x for a product with this format, in aligned memory of their own.
 struct Quantized {
-  Quantized(const Kernels& kernels, const ConstBf16s& x, int k, const QuantFormat& format, bool keep) {
-    const std::int64_t count = static_cast<std::int64_t>(x.shape(0)), stride = (k + kChunk - 1) / kChunk;
+  Quantized(const Kernels& kernels, const ConstBf16s& x, int k, const QuantFormat& format, Activations activations) {
+    const std::int64_t count = static_cast<std::int64_t>(x.shape(0)), chunks = (k + kChunk - 1) / kChunk;
+    const std::int64_t stride = chunks * chunks_each(activations);
     memory = Memory(static_cast<std::size_t>(count * stride) * sizeof(QuantChunk));
     rows = {memory.as<QuantChunk>(), stride};
-    kernels.quantize({rows_of(x, stride * kChunk), rows, k, format, keep}, 0, count);
+    kernels.quantize({rows_of(x, chunks * kChunk), rows, k, format, activations}, 0, count);
   }
   Memory memory;
   QuantRows rows;
 };
 
-// codes int8 [rows, chunks * 32], scale [rows, chunks], initial int32 and sums [rows, chunks, 2] of a format's operand.
-void quantize(const std::string& name, const std::string& format, ConstBf16s x, int k, bool keep, Array<std::int8_t, 2> codes,
+// Of each chunk, of which int16 has two for 32 k's: codes int8 [rows, chunks * 32], scale [rows, chunks], initial int32 and sums [rows, chunks, 2] of a format's operand.
+void quantize(const std::string& name, const std::string& format, ConstBf16s x, int k, const std::string& activations, Array<std::int8_t, 2> codes,
               Array<float, 2> scale, Array<std::int32_t, 3> initial, Array<float, 3> sums) {
   const FlushSubnormals mode;
-  const Quantized made(table(name), x, k, quant_format(format), keep);
+  const Quantized made(table(name), x, k, quant_format(format), activations_of(activations));
   const std::size_t rows = x.shape(0), chunks = static_cast<std::size_t>(made.rows.stride);
   expect(codes.shape(0) == rows && codes.shape(1) == chunks * kChunk && scale.shape(0) == rows && scale.shape(1) == chunks &&
              initial.shape(0) == rows && initial.shape(1) == chunks && initial.shape(2) == 2 && sums.shape(0) == rows &&
@@ -99,18 +100,18 @@ void quantize(const std::string& name, const std::string& format, ConstBf16s x, 
 }
 
 void matmul(const std::string& name, const std::string& format, ConstBf16s x, Array<const std::uint8_t, 1> packed, int n, int k,
-            bool keep, std::optional<Bf16s> out, std::optional<Floats> out_float, const std::string& epilogue,
+            const std::string& activations, std::optional<Bf16s> out, std::optional<Floats> out_float, const std::string& epilogue,
             std::optional<FlatFloat> bias, std::optional<Floats> residual, int out_width, Range rows, Range panels) {
   const Kernels& kernels = table(name);
   QuantMatmul m;
   m.w = weight_of(format, packed, n, k);
   m.m.x = rows_of(x, std::int64_t{m.w.chunks()} * kChunk);
-  m.keep = keep;
+  m.activations = activations_of(activations);
   Result{out, out_float, bias, residual}.fill(m.m, epilogue, out_width, m.w.panels());
   const auto r = bounds(rows, static_cast<std::int64_t>(x.shape(0)));
   const auto p = bounds(panels, m.w.panels());
   const FlushSubnormals mode;
-  const Quantized made(kernels, x, k, m.w.format, keep);
+  const Quantized made(kernels, x, k, m.w.format, m.activations);
   m.x = made.rows;
   kernels.quant_matmul(m, r.first, r.second, static_cast<int>(p.first), static_cast<int>(p.second));
 }
@@ -125,9 +126,9 @@ void bind_quant(nb::module_& parent) {
         "Panel p of the stored rows [n, bytes of a row] goes to place first + p * step of `out`.");
   m.def("pack_int8", octavo::pack_int8, "rows"_a.noconvert(), "out"_a.noconvert());
   m.def("unpack", octavo::unpack, "format"_a, "packed"_a.noconvert(), "out"_a.noconvert(), "The numbers, float32 [n, k].");
-  m.def("quantize", octavo::quantize, "table"_a, "format"_a, "x"_a.noconvert(), "k"_a, "keep"_a, "codes"_a.noconvert(),
+  m.def("quantize", octavo::quantize, "table"_a, "format"_a, "x"_a.noconvert(), "k"_a, "activations"_a, "codes"_a.noconvert(),
         "scale"_a.noconvert(), "initial"_a.noconvert(), "sums"_a.noconvert());
-  m.def("matmul", octavo::matmul, "table"_a, "format"_a, "x"_a.noconvert(), "packed"_a.noconvert(), "n"_a, "k"_a, "keep"_a,
+  m.def("matmul", octavo::matmul, "table"_a, "format"_a, "x"_a.noconvert(), "packed"_a.noconvert(), "n"_a, "k"_a, "activations"_a,
         "out"_a.noconvert().none() = nb::none(), "out_float"_a.noconvert().none() = nb::none(), "epilogue"_a = "float",
         "bias"_a.noconvert().none() = nb::none(), "residual"_a.noconvert().none() = nb::none(), "out_width"_a,
         "rows"_a = nb::none(), "panels"_a = nb::none());

@@ -20,11 +20,12 @@
 // -------------------
 // A weight may stay at its file's own width: codes u of 4 to 8 bits, and for each column and group of 32 (or 16) k's a scale S
 // and perhaps a minimum M, all exact: w = (u - offset) * S + M.
-// * With int8 activations, a chunk of 32 k's of a row becomes codes q and a scale s: a = max |x|; s = a / 127;
+// * With int8 activations, a chunk of 32 k's of a row becomes whole numbers q and a scale s: a = max |x|; s = a / 127;
 //   q = x * (127 / a), to nearest even. Where a is below 2^-100 both are zero; where it is not finite, s is NaN.
 //     acc += (S * s) * float(sum of (u - offset) * q over the group)      an integer below 2^24, exact in any order
 //     acc += M * (s * float(sum of q over the group))                     only where there are minima
 //   over the groups in ascending order: multiply, multiply, add, each rounded, never an FMA; acc from zero.
+// * With int16 activations the same, with 127 * 128 in place of 127. The integer is then below 2^27, and float() rounds it.
 // * With bfloat16 activations the sums are by the matrix rule over the group: even and odd k's apart, from zero, in order, then
 //   even + odd. (u - offset) * x is exact.
 //     acc += S * (sum of (u - offset) * x);   acc += M * (sum of x)
@@ -120,13 +121,17 @@ struct Rows {
   OCTAVO_INLINE bf16* row(std::int64_t i) const { return data + i * stride; }
 };
 
-// A chunk of a row, for a product with a weight in few bits.
+// What activations are in a product with a weight in few bits.
+enum class Activations { kInt8, kInt16, kBfloat16 };
+
+// A chunk of a row, for such a product; with int16 two of them, side by side: q = 128 * (first's codes) + (second's codes).
 struct alignas(64) QuantChunk {
   std::int8_t codes[kChunk];  // q; not used with bfloat16 activations
   float scale;                // s
-  std::int32_t initial[2];    // -offset * (sum of q) of each group: where its integer sum starts
+  std::int32_t initial[2];    // -offset * (sum of codes) of each group: where its integer sum starts
   float sums[2];              // of each group: s * float(sum of q); of x itself with bfloat16 activations
 };
+OCTAVO_INLINE constexpr int chunks_each(Activations a) { return a == Activations::kInt16 ? 2 : 1; }
 struct QuantRows {
   QuantChunk* data = nullptr;
   std::int64_t stride = 0;    // chunks
@@ -166,14 +171,14 @@ struct Quantize {
   QuantRows out;
   int k = 0;
   QuantFormat format;
-  bool keep = false;               // activations stay bfloat16: only their sums are taken
+  Activations activations = Activations::kInt8;
 };
 
 struct QuantMatmul {
   Matmul m;                        // all but m.w, which is not read
   QuantWeight w;
-  QuantRows x;                     // of m.x, by Quantize with the same format and `keep`
-  bool keep = false;
+  QuantRows x;                     // of m.x, by Quantize with the same format and activations
+  Activations activations = Activations::kInt8;
 };
 
 struct RmsNorm {

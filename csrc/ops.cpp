@@ -50,7 +50,7 @@ void multiply(const Runtime& runtime, const Weight& weight, View view, Matmul& o
   QuantMatmul in_few_bits;
   if (weight.quantised()) {
     const QuantRows x = runtime.quant_rows(weight, runtime.rows(view), share.thread);
-    in_few_bits = {op, weight.quant(), {x.row(first), x.stride}, runtime.keep_activations};
+    in_few_bits = {op, weight.quant(), {x.row(first), x.stride}, runtime.activations};
   } else {
     op.w = weight.plain();
   }
@@ -158,7 +158,7 @@ void StoreOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t 
 void QuantizeOp::quantize(const Runtime& runtime, std::int64_t begin, std::int64_t end, int thread) const {
   const Weight& w = runtime.weights[weight_];
   const QuantRows out = runtime.quant_rows(w, runtime.rows(out_), thread);
-  runtime.kernels.quantize({runtime.at(out_), out, w.k(), w.quant().format, runtime.keep_activations}, begin, end);
+  runtime.kernels.quantize({runtime.at(out_), out, w.k(), w.quant().format, runtime.activations}, begin, end);
 }
 
 void MatmulOp::prepare(const Runtime& runtime, int num_threads) {

@@ -331,7 +331,7 @@ void Program::grow(const Step& step) {
     capacity_[selected] = capacity;
   }
   const std::int64_t most_rows = std::max({capacity_[0], capacity_[1], kOwnRows * num_threads()});
-  const auto bytes = static_cast<std::size_t>(most_rows * runtime_.quant_chunks) * sizeof(QuantChunk);
+  const auto bytes = static_cast<std::size_t>(most_rows * runtime_.quant_chunks * chunks_each(runtime_.activations)) * sizeof(QuantChunk);
   if (bytes > runtime_.quant_memory.bytes()) {
     runtime_.quant_memory = Memory();
     runtime_.quant_memory = Memory(bytes);

@@ -98,8 +98,8 @@ class Program {
   // Whether what several sequences share is read once for all of them; on unless told otherwise. Results are the same.
   void set_cascade(bool on) { cascade_ = on; }
 
-  // Whether activations stay bfloat16 in products with weights in few bits; without, they become int8. Results differ.
-  void set_keep_activations(bool on) { runtime_.keep_activations = on; }
+  // What activations become in products with weights in few bits; int8 unless told otherwise, before the first step.
+  void set_activations(Activations activations) { runtime_.activations = activations; }
 
   // Positions of the last step whose keys and values were read for several sequences at once, over all layers: each counts
   // once for every sequence but the first.

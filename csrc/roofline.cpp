@@ -106,7 +106,7 @@ double product_read_rate(Pool& pool, const Kernels& kernels, const std::vector<W
       const int begin = static_cast<int>(panels * thread / threads), end = static_cast<int>(panels * (thread + 1) / threads);
       if (begin == end) continue;
       if (w.quantised()) {  // x in place of a QuantChunk each 32 columns: as long, and any bytes will do
-        kernels.quant_matmul({op, w.quant(), {own.x.as<QuantChunk>(), 0}, false}, 0, 1, begin, end);
+        kernels.quant_matmul({op, w.quant(), {own.x.as<QuantChunk>(), 0}, Activations::kInt8}, 0, 1, begin, end);
       } else {
         op.w = w.plain();
         kernels.matmul(op, 0, 1, begin, end);

@@ -76,7 +76,7 @@ struct Runtime {
   std::vector<Buffer> buffers;
   Arena weight_memory;
   std::vector<Weight> weights;
-  bool keep_activations = false;            // bfloat16, where a weight is in few bits; else int8
+  Activations activations = Activations::kInt8;  // where a weight is in few bits
   std::int64_t quant_chunks = 0;            // of the deepest such weight
   Memory quant_memory;                      // the rows that the next such product reads
   std::vector<std::vector<float>> vectors;  // norm weights and biases
@@ -106,7 +106,8 @@ struct Runtime {
   bool has_own_rows(std::int64_t rows) const { return rows <= kOwnRows; }
   QuantRows quant_rows(const Weight& weight, std::int64_t rows, int thread) const {
     const std::int64_t first = has_own_rows(rows) ? thread * kOwnRows * quant_chunks : 0;
-    return {quant_memory.as<QuantChunk>() + first, weight.chunks()};
+    const int each = chunks_each(activations);
+    return {quant_memory.as<QuantChunk>() + first * each, std::int64_t{weight.chunks()} * each};
   }
   bool is_stream(View view) const { return buffers[view.buffer].stream; }
   FloatRows stream_at(View view) const {

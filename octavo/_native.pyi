@@ -81,8 +81,8 @@ class Program:
         """Positions of the last step, over all layers, that need not be read again for each sequence."""
     def set_cascade(self, on: bool) -> None:
         """Whether what several sequences share is read once for all of them (the default); results are the same."""
-    def set_keep_activations(self, on: bool) -> None:
-        """Whether activations stay bfloat16 where weights are in few bits (without, they become int8)."""
+    def set_activations(self, dtype: str) -> None:
+        """What activations become where weights are in few bits: "int8" (the default), "int16" or "bfloat16"."""
     def kv_cache(self, cache: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
         """Keys and values as they lie: [blocks, KV heads, panels, 16 * head_dim], shared memory."""
     def start_profile(self) -> None:

@@ -77,7 +77,7 @@ class ModelConfig:
 
 Backend = Literal["auto", "cpu", "torch"]
 DType = Literal["auto", "float32", "bfloat16"]
-ActivationDType = Literal["auto", "int8", "bfloat16"]
+ActivationDType = Literal["auto", "int8", "int16", "bfloat16"]
 Policy = Literal["fcfs", "priority", "fair", "longest-prefix"]
 
 
@@ -107,8 +107,8 @@ class EngineConfig:
     activation_dtype: ActivationDType = field(
         default="auto",
         metadata={
-            "help": "what weights in few bits are multiplied with: int8 in groups of 32, or bfloat16, closer and "
-            "slower; auto: int8 (cpu)"
+            "help": "what weights in few bits are multiplied with: int8 or int16 in groups of 32, or bfloat16; the "
+            "wider, the closer and slower; auto: int8 (cpu)"
         },
     )
     max_model_len: int | None = field(
@@ -154,7 +154,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, "auto", "cpu", "torch")
         _one_of("dtype", self.dtype, "auto", "float32", "bfloat16")
-        _one_of("activation_dtype", self.activation_dtype, "auto", "int8", "bfloat16")
+        _one_of("activation_dtype", self.activation_dtype, "auto", "int8", "int16", "bfloat16")
         if self.quantization is not None and isinstance(self.quantization, str):
             _one_of("quantization", self.quantization, "none", "int8")
         _one_of("kv_cache_dtype", self.kv_cache_dtype, "auto", "float32", "bfloat16")

@@ -73,7 +73,7 @@ OCTAVO_INLINE Ints dot(Ints sum, Bytes u, const std::int8_t* x) {
   return {dot<Small>(sum.lo, u.lo, quad), dot<Small>(sum.hi, u.hi, quad)};
 }
 
-// Of 32 activations: the largest size, as bits of bfloat16; and the codes for a scale, with the sum of each half of them.
+// The largest size of 32 activations, as bits of bfloat16.
 OCTAVO_INLINE int largest_bits(const bf16* x) {
   const __m256i all = _mm256_set1_epi16(0x7fff);
   const __m256i half = _mm256_max_epu16(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)), all),
@@ -82,13 +82,24 @@ OCTAVO_INLINE int largest_bits(const bf16* x) {
   const __m128i least = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)));
   return _mm_extract_epi16(least, 0) ^ 0xffff;
 }
-OCTAVO_INLINE std::int32_t round_half(const bf16* x, float inverse, std::int8_t* codes) {
-  const Vec scaled = load(x) * splat(inverse);
-  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(scaled.lo), _mm256_cvtps_epi32(scaled.hi));  // quarters cross
-  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
-  const __m128i rounded = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
-  _mm_store_si128(reinterpret_cast<__m128i*>(codes), rounded);
-  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(rounded, _mm_set1_epi8(-128)), _mm_setzero_si128());  // each plus 128
+// Sixteen activations as whole numbers; such a number as 128 * upper + lower; and those as bytes, with their sum.
+OCTAVO_INLINE Ints round_ints(const bf16* x, float scale) {
+  const Vec scaled = load(x) * splat(scale);
+  return {_mm256_cvtps_epi32(scaled.lo), _mm256_cvtps_epi32(scaled.hi)};  // to nearest even, as the mode is
+}
+OCTAVO_INLINE __m256i upper_byte(__m256i x) { return _mm256_srai_epi32(_mm256_add_epi32(x, _mm256_set1_epi32(64)), 7); }
+OCTAVO_INLINE Ints upper_byte(Ints x) { return {upper_byte(x.lo), upper_byte(x.hi)}; }
+OCTAVO_INLINE Ints lower_byte(Ints x, Ints upper) {
+  return {_mm256_sub_epi32(x.lo, _mm256_slli_epi32(upper.lo, 7)), _mm256_sub_epi32(x.hi, _mm256_slli_epi32(upper.hi, 7))};
+}
+OCTAVO_INLINE Ints join(Ints upper, Ints lower) {
+  return {_mm256_add_epi32(_mm256_slli_epi32(upper.lo, 7), lower.lo), _mm256_add_epi32(_mm256_slli_epi32(upper.hi, 7), lower.hi)};
+}
+OCTAVO_INLINE std::int32_t store_codes(std::int8_t* codes, Ints x) {
+  const __m256i ordered = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.lo, x.hi), 0xd8);  // quarters had crossed
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+  _mm_store_si128(reinterpret_cast<__m128i*>(codes), bytes);
+  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());  // each plus 128
   return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
 }
 

@@ -61,7 +61,7 @@ OCTAVO_INLINE Ints dot(Ints sum, Bytes u, const std::int8_t* x) {
 #endif
 }
 
-// Of 32 activations: the largest size, as bits of bfloat16; and the codes for a scale, with the sum of each half of them.
+// The largest size of 32 activations, as bits of bfloat16.
 OCTAVO_INLINE int largest_bits(const bf16* x) {
   const __m512i sizes = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));
   const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(sizes), _mm512_extracti64x4_epi64(sizes, 1));
@@ -69,11 +69,18 @@ OCTAVO_INLINE int largest_bits(const bf16* x) {
   const __m128i least = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)));
   return _mm_extract_epi16(least, 0) ^ 0xffff;
 }
-OCTAVO_INLINE std::int32_t round_half(const bf16* x, float inverse, std::int8_t* codes) {
-  const Vec scaled = load(x) * splat(inverse);
-  const __m128i rounded = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(scaled.v));  // to nearest even, as the mode is
-  _mm_store_si128(reinterpret_cast<__m128i*>(codes), rounded);
-  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(rounded, _mm_set1_epi8(-128)), _mm_setzero_si128());  // each plus 128
+// Sixteen activations as whole numbers; such a number as 128 * upper + lower; and those as bytes, with their sum.
+OCTAVO_INLINE Ints round_ints(const bf16* x, float scale) {
+  const Vec scaled = load(x) * splat(scale);
+  return {_mm512_cvtps_epi32(scaled.v)};  // to nearest even, as the mode is
+}
+OCTAVO_INLINE Ints upper_byte(Ints x) { return {_mm512_srai_epi32(_mm512_add_epi32(x.v, _mm512_set1_epi32(64)), 7)}; }
+OCTAVO_INLINE Ints lower_byte(Ints x, Ints upper) { return {_mm512_sub_epi32(x.v, _mm512_slli_epi32(upper.v, 7))}; }
+OCTAVO_INLINE Ints join(Ints upper, Ints lower) { return {_mm512_add_epi32(_mm512_slli_epi32(upper.v, 7), lower.v)}; }
+OCTAVO_INLINE std::int32_t store_codes(std::int8_t* codes, Ints x) {
+  const __m128i bytes = _mm512_cvtepi32_epi8(x.v);
+  _mm_store_si128(reinterpret_cast<__m128i*>(codes), bytes);
+  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());  // each plus 128
   return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
 }
 

@@ -73,7 +73,7 @@ OCTAVO_INLINE Ints dot(Ints sum, Bytes u, const std::int8_t* x) {
   return sum;
 }
 
-// Of 32 activations: the largest size, as bits of bfloat16; and the codes for a scale, with the sum of each half of them.
+// The largest size of 32 activations, as bits of bfloat16.
 OCTAVO_INLINE int largest_bits(const bf16* x) {
   std::int16_t most = 0;
   for (int i = 0; i < kChunk; ++i) {
@@ -82,12 +82,29 @@ OCTAVO_INLINE int largest_bits(const bf16* x) {
   }
   return most;
 }
-OCTAVO_INLINE std::int32_t round_half(const bf16* x, float inverse, std::int8_t* codes) {
-  const Vec whole = load(x) * splat(inverse) + splat(kMagic);
+// Sixteen activations as whole numbers; such a number as 128 * upper + lower; and those as bytes, with their sum.
+OCTAVO_INLINE Ints round_ints(const bf16* x, float scale) {
+  const Vec whole = load(x) * splat(scale) + splat(kMagic);
+  Ints result;
+  for (int i = 0; i < 4; ++i) result.v[i] = bits_as<I4>(whole.v[i]) - kMagicBits;
+  return result;
+}
+OCTAVO_INLINE Ints upper_byte(Ints x) {
+  for (int i = 0; i < 4; ++i) x.v[i] = (x.v[i] + 64) >> 7;
+  return x;
+}
+OCTAVO_INLINE Ints lower_byte(Ints x, Ints upper) {
+  for (int i = 0; i < 4; ++i) x.v[i] = x.v[i] - upper.v[i] * 128;
+  return x;
+}
+OCTAVO_INLINE Ints join(Ints upper, Ints lower) {
+  for (int i = 0; i < 4; ++i) upper.v[i] = upper.v[i] * 128 + lower.v[i];
+  return upper;
+}
+OCTAVO_INLINE std::int32_t store_codes(std::int8_t* codes, Ints x) {
   std::int32_t sum = 0;
   for (int i = 0; i < 16; ++i) {
-    const std::int32_t code = bits_as<I4>(whole.v[i / 4])[i % 4] - kMagicBits;
-    codes[i] = static_cast<std::int8_t>(code);
+    codes[i] = static_cast<std::int8_t>(x.v[i / 4][i % 4]);
     sum += codes[i];
   }
   return sum;

@@ -67,23 +67,32 @@ OCTAVO_INLINE Vec load_scales(const std::uint8_t* scales, int group, bool half) 
               : load(reinterpret_cast<const float*>(scales) + group * kPanel);
 }
 
-// A chunk's unpacked codes times its rows of int8, added to the sums of R rows.
-template <class F, int R>
+// The whole numbers of group G of a chunk.
+template <class F, int G>
+OCTAVO_INLINE Ints dot_group(const Bytes (&u)[kQuads], const QuantChunk& x) {
+  Ints sum = splat_int(x.initial[G]);
+#pragma GCC unroll 8
+  for (int q = G * kQuads / F::kGroups; q < (G + 1) * kQuads / F::kGroups; ++q) sum = dot<F::kSmall>(sum, u[q], x.codes + 4 * q);
+  return sum;
+}
+
+template <class F, Activations A, int G>
+OCTAVO_INLINE Vec add_group(Vec acc, const Bytes (&u)[kQuads], Vec scale, Vec minimum, const QuantChunk* x) {
+  Ints sum = dot_group<F, G>(u, x[0]);
+  if constexpr (A == Activations::kInt16) sum = join(sum, dot_group<F, G>(u, x[1]));
+  acc = acc + scale * splat(x->scale) * to_float(sum);
+  if constexpr (F::kHasMinimum) acc = acc + minimum * splat(x->sums[G]);
+  return acc;
+}
+
+// A chunk's unpacked codes times its rows of whole numbers, added to the sums of R rows.
+template <class F, Activations A, int R>
 OCTAVO_INLINE void add_bytes(Vec (&acc)[R], const Bytes (&u)[kQuads], const Vec (&scale)[F::kGroups], const Vec (&minimum)[F::kGroups],
                              const QuantChunk* x, std::int64_t stride) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    const QuantChunk& own = x[r * stride];
-#pragma GCC unroll 2
-    for (int g = 0; g < F::kGroups; ++g) {
-      Ints sum = splat_int(own.initial[g]);
-#pragma GCC unroll 8
-      for (int q = g * kQuads / F::kGroups; q < (g + 1) * kQuads / F::kGroups; ++q) {
-        sum = dot<F::kSmall>(sum, u[q], own.codes + 4 * q);
-      }
-      acc[r] = acc[r] + scale[g] * splat(own.scale) * to_float(sum);
-      if constexpr (F::kHasMinimum) acc[r] = acc[r] + minimum[g] * splat(own.sums[g]);
-    }
+    acc[r] = add_group<F, A, 0>(acc[r], u, scale[0], minimum[0], x + r * stride);
+    if constexpr (F::kGroups == 2) acc[r] = add_group<F, A, 1>(acc[r], u, scale[1], minimum[1], x + r * stride);
   }
 }
 
@@ -119,7 +128,7 @@ struct PanelSums {
 };
 
 // Sums of R rows and one panel.
-template <class F, bool Keep, int R>
+template <class F, Activations A, int R>
 inline void sum_codes(const QuantMatmul& m, std::int64_t row, int panel, float (&sums)[kSumRows][kPanel]) {
   const QuantWeight& w = m.w;
   const std::uint8_t* data = w.panel(panel);
@@ -139,12 +148,12 @@ inline void sum_codes(const QuantMatmul& m, std::int64_t row, int panel, float (
       scale[g] = load_scales(data + scales, g, half);
       if constexpr (F::kHasMinimum) minimum[g] = load_scales(data + minima, g, half);
     }
-    if constexpr (Keep) {
+    if constexpr (A == Activations::kBfloat16) {
       float values[R * kChunk];
       for (int r = 0; r < R; ++r) widen(m.m.x.row(row + r) + chunk * kChunk, values + r * kChunk, kChunk);
       add_floats<F, R>(acc, u, scale, minimum, x + chunk, stride, values, splat(static_cast<float>(w.format.offset)));
     } else {
-      add_bytes<F, R>(acc, u, scale, minimum, x + chunk, stride);
+      add_bytes<F, A, R>(acc, u, scale, minimum, x + chunk * chunks_each(A), stride);
     }
   }
   for (int r = 0; r < R; ++r) store(sums[r], acc[r]);
@@ -162,24 +171,24 @@ inline void sum_codes(const QuantMatmul& m, std::int64_t row, int panel, float (
 }
 
 // Rows in blocks of R, and what is left in blocks of half as many; one panel after the other, which is the order of memory.
-template <class F, bool Keep, int R>
+template <class F, Activations A, int R>
 inline void multiply_codes(const QuantMatmul& m, std::int64_t row, std::int64_t row_end, int panel, bool pair) {
   PanelSums sums;
   for (; row + R <= row_end; row += R) {
-    for (int p = 0; p < 1 + pair; ++p) sum_codes<F, Keep, R>(m, row, panel + p, sums.sum[p]);
+    for (int p = 0; p < 1 + pair; ++p) sum_codes<F, A, R>(m, row, panel + p, sums.sum[p]);
     finish_rows(m.m, row, R, panel, pair, sums);
   }
-  if constexpr (R > 1) multiply_codes<F, Keep, R / 2>(m, row, row_end, panel, pair);
+  if constexpr (R > 1) multiply_codes<F, A, R / 2>(m, row, row_end, panel, pair);
 }
 
 template <class F>
 inline void multiply_format(const QuantMatmul& m, std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {
   for (int panel = panel_begin; panel < panel_end; panel += 2) {
     const bool pair = panel + 1 < panel_end;
-    if (m.keep) {
-      multiply_codes<F, true, kBlockRows>(m, row_begin, row_end, panel, pair);
-    } else {
-      multiply_codes<F, false, kQuantRows>(m, row_begin, row_end, panel, pair);
+    switch (m.activations) {
+      case Activations::kInt8: multiply_codes<F, Activations::kInt8, kQuantRows>(m, row_begin, row_end, panel, pair); break;
+      case Activations::kInt16: multiply_codes<F, Activations::kInt16, kQuantRows>(m, row_begin, row_end, panel, pair); break;
+      case Activations::kBfloat16: multiply_codes<F, Activations::kBfloat16, kBlockRows>(m, row_begin, row_end, panel, pair); break;
     }
   }
 }

@@ -1,4 +1,4 @@
-// Activations as int8: for each 32 k's of a row codes, their scale and their sums. The sums are of whole numbers, and all else
+// Activations as whole numbers: for each 32 k's of a row codes, their scale and their sums. The sums are of whole numbers, and all else
 // is one operation a number, so that no order is left open.
 #pragma once
 
@@ -17,23 +17,44 @@ OCTAVO_INLINE float widen_one(std::uint32_t bits) {
   return value;
 }
 
+// Where a chunk's integer sums start, and what its sums are worth. `sums`: of q, a half of the chunk each.
+OCTAVO_INLINE void set_initial(const QuantFormat& format, const std::int32_t (&sums)[2], QuantChunk* out) {
+  const std::int32_t whole = format.group == kChunk ? sums[1] : 0;
+  out->initial[0] = -format.offset * (sums[0] + whole);
+  out->initial[1] = -format.offset * sums[1];
+}
+
+// Bytes: 1, or 2 chunks side by side that hold the upper and the lower bytes.
+template <int Bytes>
 OCTAVO_INLINE void quantize_chunk(const bf16* x, const QuantFormat& format, QuantChunk* out) {
+  constexpr float kMost = Bytes == 1 ? 127.0f : 127.0f * 128.0f;
   const int most = largest_bits(x);
   const float largest = widen_one(static_cast<std::uint32_t>(most));
-  float inverse = 127.0f / largest;
-  out->scale = largest / 127.0f;
-  if (most < kTiny) inverse = out->scale = 0;
+  float inverse = kMost / largest, scale = largest / kMost;
+  if (most < kTiny) inverse = scale = 0;
   if (most >= kInfinite) {
     inverse = 0;  // whatever codes come of this, the scale makes them NaN
-    out->scale = widen_one(kNanBits);
+    scale = widen_one(kNanBits);
   }
-  std::int32_t sums[2];
-  for (int half = 0; half < 2; ++half) sums[half] = round_half(x + half * kChunk / 2, inverse, out->codes + half * kChunk / 2);
-  if (format.group == kChunk) sums[0] += sums[1];
+  std::int32_t upper[2] = {}, lower[2] = {};
+  for (int half = 0; half < 2; ++half) {
+    const int first = half * kChunk / 2;
+    const Ints whole = round_ints(x + first, inverse);
+    if constexpr (Bytes == 1) {
+      lower[half] = store_codes(out->codes + first, whole);
+    } else {
+      const Ints up = upper_byte(whole);
+      upper[half] = store_codes(out[0].codes + first, up);
+      lower[half] = store_codes(out[1].codes + first, lower_byte(whole, up));
+    }
+  }
+  out->scale = scale;
   for (int g = 0; g < 2; ++g) {
-    out->initial[g] = -format.offset * sums[g];
-    out->sums[g] = out->scale * static_cast<float>(sums[g]);
+    const std::int32_t own = 128 * upper[g] + lower[g], both = own + 128 * upper[1] + lower[1];
+    out->sums[g] = scale * static_cast<float>(g == 0 && format.group == kChunk ? both : own);
   }
+  if constexpr (Bytes == 2) set_initial(format, upper, out);
+  set_initial(format, lower, out + Bytes - 1);
 }
 
 // The sums of bfloat16 activations themselves, by the matrix rule.
@@ -52,9 +73,11 @@ inline void quantize(const Quantize& q, std::int64_t row_begin, std::int64_t row
   for (std::int64_t i = row_begin; i < row_end; ++i) {
     const bf16* x = q.x.row(i);
     QuantChunk* out = q.out.row(i);
-    for (int k = 0; k < q.k; k += kChunk, ++out) {
-      if (!q.keep) {
-        quantize_chunk(x + k, q.format, out);
+    for (int k = 0; k < q.k; k += kChunk, out += chunks_each(q.activations)) {
+      if (q.activations == Activations::kInt8) {
+        quantize_chunk<1>(x + k, q.format, out);
+      } else if (q.activations == Activations::kInt16) {
+        quantize_chunk<2>(x + k, q.format, out);
       } else if (q.format.has_minimum) {
         sum_groups(x + k, q.format, out);
       }

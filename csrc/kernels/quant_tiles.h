@@ -1,4 +1,4 @@
-// Products with weights in few bits on AMX tiles, for int8 activations: TDPBSUD sums bytes exactly, so which rows come here is
+// Products with weights in few bits on AMX tiles, for activations in whole numbers: TDPBSUD sums bytes exactly, so which rows come here is
 // free. The codes of some chunks of a panel are unpacked once for up to 128 rows; each group of k's is one tile product, whose
 // whole numbers then take the group's scale.
 //
@@ -33,33 +33,43 @@ inline void unpack_chunks(const QuantWeight& w, const std::uint8_t* data, int co
   }
 }
 
-// Adds `count` chunks to the sums of `rows` rows (32 or fewer, as configured); x is the first row's first chunk.
-template <class F>
+// Products of one group with `rows` rows (32 or fewer, as configured); x is the first row's chunk.
+struct TileInts {
+  alignas(64) std::int32_t row[2 * kTileRows][kPanel];
+};
+inline void tile_products(const std::int8_t* codes, std::int64_t stride, int rows, TileInts& out) {
+  _tile_zero(0);
+  _tile_loadd(4, codes, stride);
+  _tile_dpbsud(0, 4, 6);
+  _tile_stored(0, out.row[0], 64);
+  if (rows > kTileRows) {
+    _tile_zero(1);
+    _tile_loadd(5, codes + kTileRows * stride, stride);
+    _tile_dpbsud(1, 5, 6);
+    _tile_stored(1, out.row[kTileRows], 64);
+  }
+}
+
+// Adds `count` chunks to the sums of `rows` rows; x is the first row's first chunk.
+template <class F, Activations A>
 inline void add_tiles(const UnpackedChunks& w, int count, const QuantChunk* x, std::int64_t stride, int rows, PanelSums* sums, int p) {
-  alignas(64) std::int32_t whole[2 * kTileRows][kPanel];
+  TileInts upper, lower;  // one byte a number: the first alone
   const std::int64_t bytes = stride * static_cast<std::int64_t>(sizeof(QuantChunk));
-  const QuantChunk* lower = x + kTileRows * stride;
-  for (int chunk = 0; chunk < count; ++chunk) {
+  for (int chunk = 0; chunk < count; ++chunk, x += chunks_each(A)) {
     for (int g = 0; g < F::kGroups; ++g) {
       const int first = g * kChunk / F::kGroups;
       _tile_loadd(6, w.codes[chunk] + first * kPanel, kQuadBytes);
-      _tile_zero(0);
-      _tile_loadd(4, x[chunk].codes + first, bytes);
-      _tile_dpbsud(0, 4, 6);
-      _tile_stored(0, whole[0], 64);
-      if (rows > kTileRows) {
-        _tile_zero(1);
-        _tile_loadd(5, lower[chunk].codes + first, bytes);
-        _tile_dpbsud(1, 5, 6);
-        _tile_stored(1, whole[kTileRows], 64);
-      }
+      tile_products(x[0].codes + first, bytes, rows, upper);
+      if constexpr (A == Activations::kInt16) tile_products(x[1].codes + first, bytes, rows, lower);
       const Vec scale = load(w.scale[chunk][g]);
       for (int r = 0; r < rows; ++r) {
-        const QuantChunk& own = x[r * stride + chunk];
+        const QuantChunk* own = x + r * stride;
         float* sum = sums[r / kSumRows].sum[p][r % kSumRows];
-        const __m512i total = _mm512_add_epi32(_mm512_load_si512(whole[r]), _mm512_set1_epi32(own.initial[g]));
-        Vec acc = load(sum) + scale * splat(own.scale) * to_float({total});
-        if constexpr (F::kHasMinimum) acc = acc + load(w.minimum[chunk][g]) * splat(own.sums[g]);
+        Ints whole = {_mm512_add_epi32(_mm512_load_si512(upper.row[r]), _mm512_set1_epi32(own[0].initial[g]))};
+        if constexpr (A == Activations::kInt16)
+          whole = join(whole, {_mm512_add_epi32(_mm512_load_si512(lower.row[r]), _mm512_set1_epi32(own[1].initial[g]))});
+        Vec acc = load(sum) + scale * splat(own->scale) * to_float(whole);
+        if constexpr (F::kHasMinimum) acc = acc + load(w.minimum[chunk][g]) * splat(own->sums[g]);
         store(sum, acc);
       }
     }
@@ -67,7 +77,7 @@ inline void add_tiles(const UnpackedChunks& w, int count, const QuantChunk* x, s
 }
 
 // Blocks of `rows` rows, all of one tile shape.
-template <class F>
+template <class F, Activations A>
 inline void quant_blocks(const QuantMatmul& m, std::int64_t begin, std::int64_t end, int rows, int panel_begin, int panel_end) {
   constexpr int kBytes = kChunk / F::kGroups;
   const int upper = rows < kTileRows ? rows : kTileRows, lower = rows - upper;
@@ -85,7 +95,7 @@ inline void quant_blocks(const QuantMatmul& m, std::int64_t begin, std::int64_t 
           const int count = chunks - chunk < kUnpacked ? chunks - chunk : kUnpacked;
           unpack_chunks<F>(m.w, m.w.panel(panel + p) + std::int64_t{chunk} * m.w.format.chunk_bytes(), count, w);
           for (std::int64_t row = block; row < block_end; row += rows)
-            add_tiles<F>(w, count, m.x.row(row) + chunk, m.x.stride, rows, sums + (row - block) / kSumRows, p);
+            add_tiles<F, A>(w, count, m.x.row(row) + chunk * chunks_each(A), m.x.stride, rows, sums + (row - block) / kSumRows, p);
         }
       }
       for (std::int64_t row = block; row < block_end; row += kSumRows) {
@@ -98,15 +108,22 @@ inline void quant_blocks(const QuantMatmul& m, std::int64_t begin, std::int64_t 
 }
 
 inline void quant_matmul_amx(const QuantMatmul& m, std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {
-  if (m.keep) {
+  if (m.activations == Activations::kBfloat16) {
     quant_matmul(m, row_begin, row_end, panel_begin, panel_end);
     return;
   }
   const std::int64_t tail = row_end - (row_end - row_begin) % (2 * kTileRows);
   const int left = static_cast<int>(row_end - tail);
+  const auto run = [&]<class F, Activations A>() {
+    if (tail > row_begin) quant_blocks<F, A>(m, row_begin, tail, 2 * kTileRows, panel_begin, panel_end);
+    if (left >= kFewestTileRows) quant_blocks<F, A>(m, tail, row_end, left, panel_begin, panel_end);
+  };
   with_format(m.w.format, [&]<class F>() {
-    if (tail > row_begin) quant_blocks<F>(m, row_begin, tail, 2 * kTileRows, panel_begin, panel_end);
-    if (left >= kFewestTileRows) quant_blocks<F>(m, tail, row_end, left, panel_begin, panel_end);
+    if (m.activations == Activations::kInt8) {
+      run.template operator()<F, Activations::kInt8>();
+    } else {
+      run.template operator()<F, Activations::kInt16>();
+    }
   });
   if (left > 0 && left < kFewestTileRows) quant_matmul(m, tail, row_end, panel_begin, panel_end);
 }

@@ -1,4 +1,4 @@
-// Products with weights in few bits: every stored format and int8, with int8 and with bfloat16 activations, in pieces.
+// Products with weights in few bits: every stored format and int8, with activations in int8, int16 and bfloat16, in pieces.
 #include <cmath>
 #include <string>
 
@@ -89,11 +89,14 @@ void test_columns(Test& t, const Weight& w) {
   }
 }
 
-// By the rule, and near float64: with int8 activations of the rounded rows, whose own error is the rule's and not the kernel's.
-void test_product(Test& t, Random& random, const Weight& w, int rows, bool keep) {
+// By the rule, and near float64: with whole numbers of the rounded rows, whose own error is the rule's and not the kernel's.
+void test_product(Test& t, Random& random, const Weight& w, int rows, Activations a) {
+  const bool keep = a == Activations::kBfloat16;
+  const float largest = a == Activations::kInt8 ? 127.0f : 127.0f * 128.0f;
   const int n = w.packed.n, k = w.packed.k, chunks = w.packed.chunks();
   Matrix<bf16> x = input(random, rows, k, 2, 32 * random.below(2));
-  Buffer<QuantChunk> made(std::size_t(rows) * chunks);
+  const int stride = chunks * chunks_each(a);
+  Buffer<QuantChunk> made(std::size_t(rows) * stride);
   Matrix<float> out(rows, n);
   const Matrix<float> before = out;
   QuantMatmul m;
@@ -102,9 +105,9 @@ void test_product(Test& t, Random& random, const Weight& w, int rows, bool keep)
   m.m.out_float = view(out);
   m.m.out_width = n;
   m.w = w.packed;
-  m.x = {made.data(), chunks};
-  m.keep = keep;
-  for (const Range& part : cut(random, {0, rows})) t.kernels.quantize({m.m.x, m.x, k, w.packed.format, keep}, part.begin, part.end);
+  m.x = {made.data(), stride};
+  m.activations = a;
+  for (const Range& part : cut(random, {0, rows})) t.kernels.quantize({m.m.x, m.x, k, w.packed.format, a}, part.begin, part.end);
   for (const Range& part : cut(random, {0, rows}))
     for (const Range& panels : cut(random, {0, w.packed.panels()}))
       t.kernels.quant_matmul(m, part.begin, part.end, panels.begin, panels.end);
@@ -112,17 +115,17 @@ void test_product(Test& t, Random& random, const Weight& w, int rows, bool keep)
   visit(t, before, out, {0, rows}, {0, n}, [&](int i, int j, float got) {
     for (int c = 0; c < k; ++c) row[c] = widen(x.at(i, c));
     const Grouped& column = w.columns[j];
-    t.same(got, keep ? kept_product_rule(row.data(), column) : int8_product_rule(row.data(), column), "the rule", i, j);
+    t.same(got, keep ? kept_product_rule(row.data(), column) : whole_product_rule(row.data(), column, largest), "the rule", i, j);
     double exact = 0, size = 0;
     for (int c = 0; c < k; ++c) {
-      const Int8Chunk chunk = int8_rule(row.data() + c / kChunk * kChunk);
+      const WholeChunk chunk = whole_rule(row.data() + c / kChunk * kChunk, largest);
       const double value = keep ? row[c] : static_cast<double>(chunk.q[c % kChunk]) * chunk.scale;
       const double scaled = static_cast<double>(column.whole[c]) * column.scale[c / column.group];
       const double minimum = column.minimum[c / column.group];
       exact += value * (scaled + minimum);
       size += std::fabs(value) * (std::fabs(scaled) + std::fabs(minimum));
     }
-    // Each group's terms round three times on their way and once as they are added; even and odd sums 17 times.
+    // Each group's terms round three times on their way (four in int16) and once as they are added; even and odd sums 17 times.
     t.near(got, exact, (2.0 * static_cast<double>(column.scale.size()) + 4 + 17) * kUnit * kSlack * size, i, j);
   });
 }
@@ -131,21 +134,21 @@ void test_product(Test& t, Random& random, const Weight& w, int rows, bool keep)
 
 void test_quant(Test& t) {
   std::uint64_t seed = 900;
-  for (const bool keep : {false, true}) {
+  for (const Activations a : {Activations::kInt8, Activations::kInt16, Activations::kBfloat16}) {
     for (const int rows : {1, 3, 20, 37}) {
       for (const StoredFormat& format : stored_formats()) {
         if (!format.quantised()) continue;
         Random random(seed++);
-        t.begin("quant_matmul %s rows=%d keep=%d", format.name, rows, keep);
+        t.begin("quant_matmul %s rows=%d activations=%d", format.name, rows, static_cast<int>(a));
         const Weight w = stored(random, format, 16 + random.below(30), format.values * (format.values == 32 ? 3 : 1));
         test_columns(t, w);
-        test_product(t, random, w, rows, keep);
+        test_product(t, random, w, rows, a);
       }
       Random random(seed++);
-      t.begin("quant_matmul int8 rows=%d keep=%d", rows, keep);
+      t.begin("quant_matmul int8 rows=%d activations=%d", rows, static_cast<int>(a));
       const Weight w = int8(random, 35, 75);
       test_columns(t, w);
-      test_product(t, random, w, rows, keep);
+      test_product(t, random, w, rows, a);
     }
   }
 }

@@ -88,27 +88,27 @@ struct Grouped {
   bool has_minimum = false;
 };
 
-// A chunk of activations as int8.
-struct Int8Chunk {
+// A chunk of activations as whole numbers up to `largest`.
+struct WholeChunk {
   int q[kChunk] = {};
   float scale = 0;
 };
-inline Int8Chunk int8_rule(const float* x) {
-  Int8Chunk chunk;
+inline WholeChunk whole_rule(const float* x, float largest) {
+  WholeChunk chunk;
   float most = 0;
   for (int i = 0; i < kChunk; ++i) most = std::fmax(most, std::fabs(x[i]));
   if (most < 0x1p-100f) return chunk;
-  const float inverse = 127.0f / most;
-  chunk.scale = most / 127.0f;
+  const float inverse = largest / most;
+  chunk.scale = most / largest;
   for (int i = 0; i < kChunk; ++i) chunk.q[i] = static_cast<int>(std::nearbyint(static_cast<double>(x[i] * inverse)));
   return chunk;
 }
 
-inline float int8_product_rule(const float* x, const Grouped& w) {
+inline float whole_product_rule(const float* x, const Grouped& w, float largest) {
   float acc = 0;
   for (std::size_t g = 0; g < w.scale.size(); ++g) {
     const int first = static_cast<int>(g) * w.group;
-    const Int8Chunk chunk = int8_rule(x + first / kChunk * kChunk);
+    const WholeChunk chunk = whole_rule(x + first / kChunk * kChunk, largest);
     std::int64_t products = 0, sum = 0;
     for (int i = 0; i < w.group; ++i) {
       const int q = chunk.q[first % kChunk + i];

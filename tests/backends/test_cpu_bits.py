@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -185,7 +186,7 @@ def test_rows_of_one_prompt_share_nothing(load: Callable[..., CpuBackend], num_t
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}  # super-blocks
 
 
-@pytest.mark.parametrize("activation_dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("activation_dtype", ["int8", "int16", "bfloat16"])
 @pytest.mark.parametrize("width", [*quant_formats(), "int8", "all in turn"])
 def test_each_width(tmp_path: Path, width: str, activation_dtype: str) -> None:
     """Weights in few bits: one step of one thread of the plainest kernels, and all else that may run them."""
@@ -198,13 +199,12 @@ def test_each_width(tmp_path: Path, width: str, activation_dtype: str) -> None:
     tokens = prompt(70, seed=5)
     expected = NativePaged(load_native(path, isa="portable", fuse=False, **options)).logits(tokens)
     assert np.isfinite(expected).all()
-    for isa in isas():
-        for num_threads, chunk in ((1, 7), (2, 35), (3, 16)):
-            paged = NativePaged(load_native(path, isa=isa, num_threads=num_threads, **options))
-            paged.step({"mate": tokens[:41]})
-            for first in range(0, 70, chunk):
-                work = {"own": tokens[first : first + chunk], "mate": tokens[first : first + 1]}
-                assert_same_bits(paged.step(work)["own"], expected[first : first + chunk])
+    for isa, (num_threads, chunk) in zip(isas(), cycle([(2, 35), (1, 7), (3, 16)]), strict=False):
+        paged = NativePaged(load_native(path, isa=isa, num_threads=num_threads, **options))
+        paged.step({"mate": tokens[:41]})
+        for first in range(0, 70, chunk):
+            work = {"own": tokens[first : first + chunk], "mate": tokens[first : first + 1]}
+            assert_same_bits(paged.step(work)["own"], expected[first : first + chunk])
 
 
 def test_activations_and_widths_differ(tmp_path: Path) -> None:
@@ -213,7 +213,13 @@ def test_activations_and_widths_differ(tmp_path: Path) -> None:
     tokens = prompt(40, seed=6)
     exact, *others = (
         NativePaged(load_native(path, stored=["Q4_1"], **options)).logits(tokens)
-        for options in ({"quantization": "none"}, {}, {"activation_dtype": "bfloat16"}, {"quantization": "int8"})
+        for options in (
+            {"quantization": "none"},
+            {},
+            {"activation_dtype": "int16"},
+            {"activation_dtype": "bfloat16"},
+            {"quantization": "int8"},
+        )
     )
     for i, found in enumerate(others):
         assert 0 < np.abs(found - exact).max() < 0.3 * exact.std()

@@ -50,25 +50,47 @@ def next_logprobs(logits: np.ndarray, tokens: list[int]) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("fixture", ["smollm2_path", "gemma3_path"])
 def test_as_close_to_float32_as_transformers_in_bfloat16(fixture: str, request: pytest.FixtureRequest) -> None:
+    """Expanded to bfloat16, and at the file's own width with activations in 16 bits.
+
+    With int8 activations further away (docs/quantization.md has the figures), but of the same mind where it is clear.
+    """
     path = open_checkpoint(request.getfixturevalue(fixture)).path
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     texts = [tokenizer(text).input_ids for text in TEXTS]
     model = gguf_reference(path)
     exact = [logits_of(model, tokens) for tokens in texts]
     model.bfloat16()
-    peer = [logits_of(model, tokens) for tokens in texts]
+    peer = error_of([logits_of(model, tokens) for tokens in texts], exact, texts)
     del model
-    paged = NativePaged(load_native(path, num_threads=2))
-    own, others, clear = [], [], 0
-    for i, tokens in enumerate(texts):
-        found = paged.logits(tokens, 11, name=str(i))
-        second, best = np.sort(exact[i], axis=1)[:, -2:].T
-        lead = best - second
-        sure = lead > CLEAR
-        assert (found.argmax(1) == exact[i].argmax(1))[sure].all()
+    for options, most, may_turn in (
+        ({"quantization": "none"}, 1.2 * peer, 0),
+        ({"activation_dtype": "bfloat16"}, 1.2 * peer, 0),
+        ({"activation_dtype": "int16"}, 1.2 * peer, 0),
+        ({"activation_dtype": "int8"}, 0.1, 3),
+        ({"quantization": "int8"}, 0.12, 6),
+    ):
+        paged = NativePaged(load_native(path, num_threads=2, **options))
+        found = [paged.logits(tokens, 11, name=str(i)) for i, tokens in enumerate(texts)]
+        turned, clear = turned_tokens(found, exact)
+        assert clear > 150
+        assert turned <= may_turn, options
+        assert error_of(found, exact, texts) <= most, options
+
+
+def error_of(found: list[np.ndarray], exact: list[np.ndarray], texts: list[list[int]]) -> float:
+    """Mean distance of the logprobs of the texts' tokens."""
+    pairs = zip(found, exact, texts, strict=True)
+    return float(
+        np.concatenate([np.abs(next_logprobs(a, text) - next_logprobs(b, text)) for a, b, text in pairs]).mean()
+    )
+
+
+def turned_tokens(found: list[np.ndarray], exact: list[np.ndarray]) -> tuple[int, int]:
+    """Of positions with a clear best token how many have another, and how many such positions there are."""
+    turned = clear = 0
+    for logits, expected in zip(found, exact, strict=True):
+        second, best = np.sort(expected, axis=1)[:, -2:].T
+        sure = best - second > CLEAR
+        turned += int((logits.argmax(1) != expected.argmax(1))[sure].sum())
         clear += int(sure.sum())
-        expected = next_logprobs(exact[i], tokens)
-        own.append(np.abs(next_logprobs(found, tokens) - expected))
-        others.append(np.abs(next_logprobs(peer[i], tokens) - expected))
-    assert clear > 150
-    assert np.concatenate(own).mean() <= 1.2 * np.concatenate(others).mean()
+    return turned, clear

@@ -110,24 +110,27 @@ class Activations(NamedTuple):
     scale: Floats  # [rows, chunks]
 
 
-def quantized_rows(x: Floats) -> Activations:
-    """Each 32 numbers of a row as whole numbers within +-127 and a scale."""
+LARGEST = {"int8": F32(127), "int16": F32(127 * 128)}
+
+
+def quantized_rows(x: Floats, dtype: str) -> Activations:
+    """Each 32 numbers of a row as whole numbers up to LARGEST and a scale."""
     chunks = x.reshape(len(x), -1, CHUNK)
     largest = np.abs(chunks).max(-1)
     small = largest < 2.0**-100
-    inverse = np.where(small, F32(0), F32(127) / np.where(small, F32(1), largest)).astype(F32)
-    scale = np.where(small, F32(0), largest / F32(127)).astype(F32)
+    inverse = np.where(small, F32(0), LARGEST[dtype] / np.where(small, F32(1), largest)).astype(F32)
+    scale = np.where(small, F32(0), largest / LARGEST[dtype]).astype(F32)
     return Activations(np.rint(chunks * inverse[:, :, None]).astype(np.int64).reshape(x.shape), scale)
 
 
-def int8_product(a: Activations, w: Grouped) -> Floats:
-    """[rows, n] by the rule for int8 activations; sums are of 64-bit integers."""
+def whole_product(a: Activations, w: Grouped) -> Floats:
+    """[rows, n] by the rule for int8 and int16 activations; sums are of 64-bit integers."""
     rows, n = len(a.codes), len(w.whole)
     acc = np.zeros((rows, n), F32)
     for g in range(w.scale.shape[1]):
         k = slice(g * w.group, (g + 1) * w.group)
         total = a.codes[:, k] @ w.whole[:, k].T
-        assert np.abs(total).max() < 2**24
+        assert np.abs(total).max() < 2**27
         s = a.scale[:, g * w.group // CHUNK, None]
         acc = acc + (w.scale[None, :, g] * s) * total.astype(F32)
         if w.minimum.any():

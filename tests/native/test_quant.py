@@ -22,6 +22,8 @@ from tests.native.test_kernels import POISON, activations, cuts, normal, up
 
 TABLES = [*kernels.tables(), *sorted({fast_table(table) for table in kernels.tables()} - set(kernels.tables()))]
 UNIT = 2.0**-24
+HALF = 0.504  # of a step, and three roundings of a number of up to 127 * 128 steps
+DTYPES = ("int8", "int16", "bfloat16")  # of activations
 each_format = pytest.mark.parametrize("format", FORMATS)
 
 
@@ -39,10 +41,10 @@ def weight(format: str, n: int, k: int, seed: int) -> tuple[NDArray[np.uint8], N
 
 
 def product(
-    table: str, format: str, x: Bits, w: NDArray[np.uint8], n: int, k: int, keep: bool, **ranges: object
+    table: str, format: str, x: Bits, w: NDArray[np.uint8], n: int, k: int, dtype: str, **ranges: object
 ) -> Floats:
     out = np.full((len(x), n), np.nan, F32)
-    quant.matmul(table, format, x, w, n, k, keep, out_float=out, out_width=n, **ranges)
+    quant.matmul(table, format, x, w, n, k, dtype, out_float=out, out_width=n, **ranges)
     return out
 
 
@@ -78,28 +80,32 @@ def test_a_file_width_is_kept() -> None:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_activations_become_int8(table: str) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+def test_activations_become_whole_numbers(table: str, dtype: str) -> None:
     rng = np.random.default_rng(3)
     x = normal(rng, 9, 160) * np.exp2(rng.integers(-20, 20, (9, 160))).astype(F32)
     x = rules.rounded(x)
     x[1, 32:64] = 0
     x[2, 64:96] = 2.0**-101
-    x[3, :32] = np.arange(32)  # 127 / 31: ties are met below
-    x[4, :32] = np.where(np.arange(32) == 5, 254, np.arange(32) * 2 + 1)  # halves: to even
-    codes, scale = np.zeros((9, 160), np.int8), np.zeros((9, 5), F32)
-    initial, sums = np.zeros((9, 5, 2), np.int32), np.zeros((9, 5, 2), F32)
-    quant.quantize(table, "Q4_0", activations(x), 160, False, codes, scale, initial, sums)
-    want = quant_rules.quantized_rows(x)
-    np.testing.assert_array_equal(codes, want.codes)
-    np.testing.assert_array_equal(scale, want.scale)
-    assert np.abs(codes).max() == 127
+    x[4, :32] = np.where(np.arange(32) == 5, 254, np.arange(32) * 2 + 1)  # in int8 all halves: to even
+    bytes_each, largest = (1, 127) if dtype == "int8" else (2, 127 * 128)
+    chunks = 5 * bytes_each
+    codes, scale = np.zeros((9, 32 * chunks), np.int8), np.zeros((9, chunks), F32)
+    initial, sums = np.zeros((9, chunks, 2), np.int32), np.zeros((9, chunks, 2), F32)
+    quant.quantize(table, "Q4_0", activations(x), 160, dtype, codes, scale, initial, sums)
+    want = quant_rules.quantized_rows(x, dtype)
+    parts = codes.reshape(9, 5, bytes_each, 32).astype(np.int64)
+    whole = parts[:, :, 0] if dtype == "int8" else parts[:, :, 0] * 128 + parts[:, :, 1]
+    np.testing.assert_array_equal(whole.reshape(9, 160), want.codes)
+    np.testing.assert_array_equal(scale[:, ::bytes_each], want.scale)
+    assert np.abs(want.codes).max() == largest
+    np.testing.assert_array_equal(initial.reshape(9, 5, bytes_each, 2)[..., 0], -8 * parts.sum(-1))
     total = want.codes.reshape(9, 5, 32).sum(-1)
-    np.testing.assert_array_equal(initial[:, :, 0], -8 * total)
-    np.testing.assert_array_equal(sums[:, :, 0], want.scale * total.astype(F32))
-    # The bound that the tests of products build on: half a step, and what inverse and product round (2 units of 127).
+    np.testing.assert_array_equal(sums[:, ::bytes_each, 0], want.scale * total.astype(F32))
+    # The bound that the tests of products build on: half a step, and what inverse and product round.
     error = np.abs(want.codes * np.repeat(want.scale, 32, axis=1).astype(np.float64) - x)
-    step = np.repeat(np.abs(x).reshape(9, 5, 32).max(-1), 32, axis=1) / 127
-    assert (error <= np.maximum(step * 0.5001, 2.0**-100)).all()
+    step = np.repeat(np.abs(x).reshape(9, 5, 32).max(-1), 32, axis=1) / largest
+    assert (error <= np.maximum(step * HALF, 2.0**-100)).all()
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -108,8 +114,8 @@ def test_what_is_not_finite_is_not_hidden(table: str, bad: float) -> None:
     _, w = weight("Q4_1", 16, 96, 4)
     x = normal(np.random.default_rng(5), 3, 96)
     x[1, 50] = bad
-    for keep in (False, True):
-        found = product(table, "Q4_1", activations(x), w, 16, 96, keep)
+    for dtype in DTYPES:
+        found = product(table, "Q4_1", activations(x), w, 16, 96, dtype)
         assert np.isfinite(found[[0, 2]]).all()
         assert not np.isfinite(found[1]).any()
 
@@ -126,21 +132,23 @@ def test_products_are_the_rule_and_near_float64(format: str, m: int, n: int, blo
     raw, w = weight(format, n, k, seed)
     x = normal(rng, m, k, scale=2)
     numbers, groups = dequantized(format, raw).astype(np.float64), grouped(format, raw)
-    as_int8 = quant_rules.quantized_rows(x)
     exact = x.astype(np.float64) @ numbers.T
-    # Each activation is off by at most half a step (and a little: see above). In float32, S * s and its product with
-    # the sum round, then the addition: for each of the terms, 3 units of its own size and one of the sum so far. With
+    # Each activation is off by at most half a step (and a little: see above). In float32, S * s and the sum round, and
+    # their product, then the addition: for each of the terms, 4 units of its own size and one of the sum so far. With
     # bfloat16 activations a group's own sums take 17 more.
-    step = np.repeat(as_int8.scale, 32, axis=1) * 0.5001
     terms = 2 * groups.scale.shape[1]
-    size = np.abs(x) @ (np.abs(groups.whole) * np.abs(np.repeat(groups.scale, groups.group, 1))).T.astype(np.float64)
-    size = size + np.abs(x).astype(np.float64) @ np.repeat(np.abs(groups.minimum), groups.group, 1).T
-    rounding = (terms + 4 + 17) * UNIT * 1.05 * size
-    for keep, rule in ((False, quant_rules.int8_product(as_int8, groups)), (True, quant_rules.kept_product(x, groups))):
-        allowed = rounding + (0 if keep else step @ np.abs(numbers).T)
+    scales, minima = (np.repeat(np.abs(each), groups.group, 1).astype(np.float64) for each in groups[1:3])
+    rounding = (terms + 5 + 17) * UNIT * 1.05 * (np.abs(x) @ (np.abs(groups.whole) * scales + minima).T)
+    for dtype in DTYPES:
+        if dtype == "bfloat16":
+            rule, allowed = quant_rules.kept_product(x, groups), rounding
+        else:
+            whole = quant_rules.quantized_rows(x, dtype)
+            rule = quant_rules.whole_product(whole, groups)
+            allowed = rounding + HALF * np.repeat(whole.scale, 32, axis=1) @ np.abs(numbers).T
         for table in TABLES:
-            found = product(table, format, activations(x), w, n, k, keep)
-            np.testing.assert_array_equal(found.view(np.uint32), rule.view(np.uint32), f"{table} keep={keep}")
+            found = product(table, format, activations(x), w, n, k, dtype)
+            np.testing.assert_array_equal(found.view(np.uint32), rule.view(np.uint32), f"{table} {dtype}")
         assert (np.abs(rule - exact) <= allowed).all()
 
 
@@ -158,18 +166,18 @@ def test_the_largest_codes_do_not_saturate() -> None:
     x[2] = np.where(np.arange(k) % 2, -127, 127)
     exact = x @ dequantized("Q8_0", raw).T
     for table in TABLES:
-        found = product(table, "Q8_0", activations(x), packed("Q8_0", raw, k), 16, k, False)
+        found = product(table, "Q8_0", activations(x), packed("Q8_0", raw, k), 16, k, "int8")
         np.testing.assert_array_equal(found, exact, table)
 
 
 @each_format
-@pytest.mark.parametrize("keep", [False, True])
-def test_rows_do_not_depend_on_each_other_or_on_ranges(format: str, keep: bool) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_do_not_depend_on_each_other_or_on_ranges(format: str, dtype: str) -> None:
     rng = np.random.default_rng(6)
     m, n, k = 53, 70, 256
     _, w = weight(format, n, k, 7)
     x = normal(rng, m, k)
-    whole = product("portable", format, activations(x), w, n, k, keep)
+    whole = product("portable", format, activations(x), w, n, k, dtype)
     for table in TABLES:
         out = np.full((m, n), np.nan, F32)
         for rows in cuts(rng, m):
@@ -181,7 +189,7 @@ def test_rows_do_not_depend_on_each_other_or_on_ranges(format: str, keep: bool) 
                     w,
                     n,
                     k,
-                    keep,
+                    dtype,
                     out_float=out,
                     out_width=n,
                     rows=rows,
@@ -190,7 +198,7 @@ def test_rows_do_not_depend_on_each_other_or_on_ranges(format: str, keep: bool) 
         np.testing.assert_array_equal(out, whole, table)
         for row in (0, 31, 52):
             np.testing.assert_array_equal(
-                product(table, format, activations(x[row : row + 1]), w, n, k, keep)[0], whole[row]
+                product(table, format, activations(x[row : row + 1]), w, n, k, dtype)[0], whole[row]
             )
 
 
@@ -204,13 +212,13 @@ def test_epilogues_are_those_of_bfloat16_weights(format: str, epilogue: str, wit
     _, w = weight(format, n, k, 9)
     x = activations(normal(rng, m, k, scale=3))
     bias = rng.standard_normal(n).astype(F32) if with_bias else None
-    sums = product("portable", format, x, w, n, k, False) + (0 if bias is None else bias)
+    sums = product("portable", format, x, w, n, k, "int8") + (0 if bias is None else bias)
     residual = rng.standard_normal((m, n)).astype(F32)
     for table in TABLES:
         floats, bits = np.full((m, n), np.nan, F32), np.full((m, n), POISON, np.uint16)
         gated = epilogue.endswith("_mul")
         quant.matmul(
-            table, format, x, w, n, k, False, epilogue=epilogue, bias=bias, out=bits, out_float=floats,
+            table, format, x, w, n, k, "int8", epilogue=epilogue, bias=bias, out=bits, out_float=floats,
             residual=residual if epilogue == "add" else None, out_width=n // 2 if gated else n,
         )  # fmt: skip
         if epilogue == "float":
@@ -250,8 +258,10 @@ def test_int8_is_within_half_a_step_and_products_are_the_rule(k: int) -> None:
     x = np.zeros((m, up(k, 32)), F32)
     x[:, :k] = normal(rng, m, k)
     for table in TABLES:
-        found = product(table, "int8", activations(x[:, :k]), w, n, k, False)
-        np.testing.assert_array_equal(found, quant_rules.int8_product(quant_rules.quantized_rows(x), groups), table)
+        found = product(table, "int8", activations(x[:, :k]), w, n, k, "int8")
+        np.testing.assert_array_equal(
+            found, quant_rules.whole_product(quant_rules.quantized_rows(x, "int8"), groups), table
+        )
 
 
 def test_formats_with_minima_have_them() -> None:

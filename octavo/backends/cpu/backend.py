@@ -39,7 +39,7 @@ class CpuBackend(Backend):
         weights: the checkpoint's tensors by internal name; packed one after another.
         quantization: None holds each matrix at its file's own width; "none" expands all to bfloat16, "int8" makes them
             int8 in groups of 32 input channels.
-        activation_dtype: in products with weights in few bits: "int8" (in groups of 32) or "bfloat16".
+        activation_dtype: in products with weights in few bits: "int8" or "int16" (in groups of 32), or "bfloat16".
         kv_cache_dtype: of stored keys and values: "bfloat16".
         block_size: tokens per KV block, a multiple of 16.
         num_threads: None is one for each core that the process may use.
@@ -96,7 +96,7 @@ class CpuBackend(Backend):
             table, self._fast_math = _resolve_fast_math(table)
         self._program = Program(table, threads)
         self._program.set_cascade(cascade)
-        self._program.set_keep_activations(activation_dtype == "bfloat16")
+        self._program.set_activations(activation_dtype)
         jobs = lower(graph, weights, self._program, fuse=fuse, quantization=quantization)
         self._precision = _describe([stored_width(job.tensor, quantization) for job in jobs], activation_dtype)
         pack(self._program, jobs, on_load)
