@@ -116,17 +116,24 @@ double product_read_rate(Pool& pool, const Kernels& kernels, const std::vector<W
   return bytes / seconds;
 }
 
-double product_flops(Pool& pool, const Kernels& kernels, int rows, int n, int k) {
+// Of bfloat16 weights, or of weights like this one.
+double product_flops(Pool& pool, const Kernels& kernels, int rows, int n, int k, const Weight* like) {
   constexpr int kRepeats = 64;
   std::vector<Operands> operands;
   for (int thread = 0; thread < pool.num_threads(); ++thread) {
     Operands& own = operands.emplace_back(rows, n, k);
-    own.w = Operands::filled(std::int64_t{n} * k);
+    own.w = Operands::filled(std::int64_t{n} * k);  // and no format takes more
     own.op.w = {own.w.as<bf16>(), n, k};
   }
   const double seconds = best_seconds(pool, [&](int thread) {
-    const Matmul& op = operands[static_cast<std::size_t>(thread)].op;
-    for (int i = 0; i < kRepeats; ++i) kernels.matmul(op, 0, rows, 0, op.w.panels());
+    const Operands& own = operands[static_cast<std::size_t>(thread)];
+    if (like == nullptr) {
+      for (int i = 0; i < kRepeats; ++i) kernels.matmul(own.op, 0, rows, 0, own.op.w.panels());
+      return;
+    }
+    const QuantWeight w{own.w.as<std::uint8_t>(), n, k, like->quant().format};
+    const QuantMatmul op{own.op, w, {own.x.as<QuantChunk>(), w.chunks()}, Activations::kInt8};
+    for (int i = 0; i < kRepeats; ++i) kernels.quant_matmul(op, 0, rows, 0, w.panels());
   });
   return 2.0 * rows * n * k * kRepeats * pool.num_threads() / seconds;
 }
@@ -144,6 +151,7 @@ Roofline measure_roofline(Pool& pool, const Kernels& kernels, const std::vector<
   const Memory memory(kBeyondCaches, true);
   const std::span words(memory.as<std::uint64_t>(), kBeyondCaches / sizeof(std::uint64_t));
   std::fill(words.begin(), words.end(), 1);
+  const auto in_few_bits = std::find_if(weights.begin(), weights.end(), [](const Weight& w) { return w.quantised(); });
   // In turn, so that what disturbs the machine for a while does not fall on one of them alone.
   for (int round = 0; round < kRounds; ++round) {
     const auto best = [](double& so_far, double rate) { so_far = std::max(so_far, rate); };
@@ -152,7 +160,8 @@ Roofline measure_roofline(Pool& pool, const Kernels& kernels, const std::vector<
     best(roofline.product_bytes, product_read_rate(pool, kernels, weights, roofline.weights_size));
     // 16 KiB each of rows and weight; 64 KiB; 256 KiB of either and 64 of the other.
     for (const auto& [rows, n, k] : {std::array{32, 32, 256}, {64, 64, 512}, {128, 64, 512}, {128, 256, 512}}) {
-      best(roofline.product_flops, product_flops(pool, kernels, rows, n, k));
+      best(roofline.product_flops, product_flops(pool, kernels, rows, n, k, nullptr));
+      if (in_few_bits != weights.end()) best(roofline.product_flops, product_flops(pool, kernels, rows, n, k, &*in_few_bits));
     }
   }
   return roofline;

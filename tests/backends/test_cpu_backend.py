@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -210,6 +211,29 @@ class TestThreads:
         path = wide("llama").path
         assert load_native(path, num_threads=2).description == f"cpu ({isas()[-1]}, 2 threads: as asked), bfloat16"
         assert load_native(path, isa="portable").description == "cpu (portable, 1 thread: as asked), bfloat16"
+
+    def test_description_and_bytes_of_weights_in_few_bits(self, tmp_path: Path) -> None:
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}
+        path = make("llama", tmp_path, head_dim=16, **sizes).path
+
+        def held(**options: object) -> tuple[str, int]:
+            backend = load_native(path, **options)
+            return backend.description.partition("asked), ")[2], backend.weight_bytes
+
+        plain, plain_bytes = held()
+        kept, kept_bytes = held(stored=["Q4_1"])
+        made, made_bytes = held(quantization="int8", activation_dtype="int16")
+        assert plain == held(stored=["Q4_1"], quantization="none")[0] == "bfloat16"
+        # o is 64 wide, less than a super-block, and stays as it is.
+        assert kept == "bfloat16; matrices 4-bit (Q4_1) 8, 16-bit (bfloat16) 1; int8 activations"
+        assert made == "bfloat16; matrices 8-bit (int8) 9; int16 activations"
+        assert kept_bytes < made_bytes < plain_bytes
+        panels = (
+            -(-VOCAB // 16) * 2 + (64 + 32 + 32 + 512 + 512) // 16
+        )  # embedding and head; q, k, v, gate, up: 256 deep
+        floats = (3 * 256) * 4  # norms
+        down = 256 // 16 * (512 // 32) * 320
+        assert kept_bytes == panels * (256 // 32) * 320 + down + 2 * 64 * 256 + floats
 
     def test_environment_names_the_kernels(self, wide: References, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OCTAVO_ISA", "portable")

@@ -55,3 +55,20 @@ def test_a_missing_native_runtime_is_told(
     assert "event=native_runtime_missing" in caplog.text
     with pytest.raises(ConfigError, match=r"backend='cpu': the native runtime cannot be loaded"):
         boot(tiny_llama, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    "options", [{"quantization": "int8"}, {"activation_dtype": "int16"}, {"activation_dtype": "bfloat16"}]
+)
+def test_what_only_the_cpu_backend_does_is_refused_elsewhere(tiny_llama: Path, options: dict[str, str]) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=rf"{name}='\w+' is of backend='cpu'; leave it out with backend='torch'"):
+        boot(tiny_llama, backend="torch", **options)
+    assert " on cpu (" in boot(tiny_llama, backend="cpu", **options)
+    assert " on torch " in boot(tiny_llama, backend="torch", quantization="none", activation_dtype="auto")
+
+
+def test_the_boot_report_says_what_the_weights_became(tiny_llama: Path) -> None:
+    report = boot(tiny_llama, backend="cpu", quantization="int8", activation_dtype="int16")
+    assert "8-bit (int8)" in report
+    assert "int16 activations" in report
