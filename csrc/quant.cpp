@@ -171,14 +171,18 @@ void pack_int8_panels(const QuantWeight& w, const float* rows, int count, std::u
 
 void unpack_column(const QuantWeight& w, int column, float* out) {
   const QuantFormat& f = w.format;
-  const std::uint8_t* panel = w.panel(column / kPanel);
+  const std::uint8_t* chunk = w.panel(column / kPanel);
   const int c = column % kPanel;
-  for (int k = 0; k < w.k; ++k) {
-    const int i = k % kChunk, index = i / f.group * kPanel + c;
-    const std::uint8_t* chunk = panel + std::int64_t{k / kChunk} * f.chunk_bytes();
+  for (int first = 0; first < w.k; first += f.group) {
+    const int group = first % kChunk / f.group, index = group * kPanel + c;
     const std::uint8_t *scales = chunk + f.code_bytes(), *minima = scales + f.scale_bytes();
-    out[k] = static_cast<float>(code_at(f, chunk, c, i) - f.offset) * get(scales, index, f.half);
-    if (f.has_minimum) out[k] = out[k] + get(minima, index, f.half);
+    const float scale = get(scales, index, f.half), minimum = f.has_minimum ? get(minima, index, f.half) : 0.0f;
+    const int count = std::min(f.group, w.k - first);
+    for (int i = 0; i < count; ++i) {
+      const float scaled = static_cast<float>(code_at(f, chunk, c, group * f.group + i) - f.offset) * scale;
+      out[first + i] = f.has_minimum ? scaled + minimum : scaled;
+    }
+    if (group + 1 == f.groups()) chunk += f.chunk_bytes();
   }
 }
 
