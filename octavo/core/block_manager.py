@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
@@ -71,6 +72,7 @@ class BlockManager:
         self._published: list[int] = []  # blocks, for the latest plan
         self._put_in_host: list[bytes] = []  # keys, by the latest plan
         self._tags = [bytes([g]) if g else b"" for g in range(len(self.windows))]
+        self._has_windows = any(window is not None for window in self.windows)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Length of the block tables that hold so many tokens."""
@@ -153,12 +155,18 @@ class BlockManager:
         more = self.blocks_for(num_tokens) - len(sequence.block_tables[0])
         return (max(more, 0) + self._shares_tail(sequence)) * len(self.windows)
 
+    def growth_bound(self, steps: int) -> int:
+        """No sequence that decodes takes more blocks in so many steps."""
+        return (2 + steps // self.block_size) * len(self.windows)
+
     def most_growth(self, sequence: Sequence, steps: int) -> int:
-        """Blocks that a sequence that decodes may take in so many steps."""
+        """Blocks that a sequence that decodes may take in so many steps; `growth_bound` or less."""
         ever = self.blocks_for(sequence.max_length - 1) - len(sequence.block_tables[0])
         growth = min(1 + steps // self.block_size, ever) * len(self.windows)
-        if any(window is not None for window in self.windows):  # which give back what they take, once they are full
-            held = sum(1 for _ in _held(sequence.block_tables))
+        if self._has_windows and growth > 0:  # they give back what they take, once they are full
+            held = sum(
+                self._num_held(table, window) for table, window in zip(sequence.block_tables, self.windows, strict=True)
+            )
             growth = min(growth, self.most_blocks(sequence.max_length - 1) - held)
         # One that was just forked has asked for nothing yet: it may have to copy its last block.
         copies = sequence.room == sequence.num_computed and sequence.room % self.block_size > 0
@@ -237,6 +245,10 @@ class BlockManager:
     def _first_seen(self, position: int, window: int) -> int:
         """The first block that the token at `position` sees through the window."""
         return max(position - window + 1, 0) // self.block_size
+
+    def _num_held(self, table: list[int], window: int | None) -> int:
+        """Blocks of a table. What a window has left behind are the first ones, so that they need not be counted."""
+        return len(table) if window is None else len(table) - bisect_left(table, True, key=lambda block: block >= 0)
 
     def _find_run(self, sequence: Sequence, group: int, first: int, last: int, table: list[int]) -> int:
         """Appends what is found of blocks [first, last), up to the first that is not; says where that is."""

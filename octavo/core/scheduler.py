@@ -365,6 +365,8 @@ class Scheduler:
         free, survivors = pool.num_available, len(running)
         if survivors == index and needed > free:
             return None
+        if survivors < self.max_num_seqs and needed + index * self.blocks.growth_bound(steps) <= free:
+            return survivors  # the usual answer, without a look at each of them
         needed += sum(self.blocks.most_growth(s, steps) for s in running[:index] if s.room < s.max_length - 1)
         kept = {block for table in prefix for block in table} if survivors > index else ()
         holders: dict[int, int] = {}  # of the victims' blocks: how many tables of others hold them

@@ -401,3 +401,31 @@ class TestEstimates:
             engine.run()
             assert victim.num_preemptions == 1
         assert engine.scheduler.stats().num_preemptions_swap == before + 1
+
+    @pytest.mark.parametrize("windows", [(None,), GEMMA])
+    def test_growth_is_bounded(self, windows: Windows) -> None:
+        """By what one block a group more, and a copy, would take, and by what a sequence does not hold yet."""
+        engine = Engine(make_scheduler(windows=windows, blocks=500, budget=32))
+        manager, at_bound = engine.scheduler.blocks, 0
+        for seq_id, (prompt, new) in enumerate([(1, 30), (9, 90), (70, 40), (70, 40)]):
+            add(engine, seq_id, prompt, new, first_token=0, group=prompt)
+        while engine.scheduler.sequences:
+            engine.step()
+            for s in engine.scheduler.running:
+                left = manager.most_blocks(s.max_length - 1) - sum(len(held(s, g)) for g in range(len(windows)))
+                for steps in (1, 3, 4, 9):
+                    growth = manager.most_growth(s, steps)
+                    assert growth <= manager.growth_bound(steps)
+                    assert growth <= left + len(windows)
+                    at_bound += growth == manager.growth_bound(steps)
+        assert at_bound > 0
+
+    def test_who_comes_into_a_roomy_pool_costs_no_look_at_those_that_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        looks = []
+        exact = BlockManager.most_growth
+        monkeypatch.setattr(BlockManager, "most_growth", lambda *args: looks.append(args) or exact(*args))
+        engine = Engine(make_scheduler(blocks=500, seqs=50))
+        for seq_id in range(50):
+            add(engine, seq_id, 5)
+        engine.run()
+        assert not looks
