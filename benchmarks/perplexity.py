@@ -49,7 +49,6 @@ from octavo.weights import open_checkpoint, resolve_model
 HERE = Path(__file__).parent
 TEXT = HERE / "data" / "persuasion.txt"
 TEXT_SHA256 = "6c0081ea83f11372df553a2956939dbc298d434042e1b69a7f8f162a461f1078"
-BLOCK = 16  # tokens per KV block
 
 ORACLE, LLAMA_CPP = "oracle", "llama.cpp"
 ORACLE_CODE = ("backends/torch", "graph", "models", "sampling", "weights")  # what its figures come from, below octavo/
@@ -163,9 +162,8 @@ def octavo_scores(name: str, model: str, options: dict[str, Any], windows: list[
 
 
 def engine_options(options: dict[str, Any], context: int) -> dict[str, Any]:
-    """Room for one window, and nothing kept from another."""
-    room = {"max_model_len": context, "num_kv_blocks": 2 * -(-context // BLOCK), "block_size": BLOCK}
-    return options | room | {"enable_prefix_caching": False}
+    """A context of one window, and nothing kept from another."""
+    return options | {"max_model_len": context, "enable_prefix_caching": False}
 
 
 def oracle_scores(model: str, options: dict[str, Any], windows: list[list[int]]) -> Scores:
