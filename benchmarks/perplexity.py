@@ -166,13 +166,13 @@ def engine_options(options: dict[str, Any], context: int) -> dict[str, Any]:
     return options | {"max_model_len": context, "enable_prefix_caching": False}
 
 
-def oracle_scores(model: str, options: dict[str, Any], windows: list[list[int]]) -> Scores:
+def oracle_scores(model: str, windows: list[list[int]], threads: int) -> Scores:
     """The oracle's scores, from the temporary directory if they are there."""
-    path = Path(tempfile.gettempdir()) / "octavo-perplexity" / f"{_oracle_key(model, options, windows)}.npz"
+    path = Path(tempfile.gettempdir()) / "octavo-perplexity" / f"{_oracle_key(model, windows)}.npz"
     if path.exists():
         with np.load(path, allow_pickle=False) as stored:
             return Scores(stored["logprobs"], stored["argmax"], float(stored["seconds"]))
-    scores = octavo_scores(ORACLE, model, options, windows)
+    scores = octavo_scores(ORACLE, model, PRESETS[ORACLE] | {"num_threads": threads}, windows)
     path.parent.mkdir(exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}.npz")
     np.savez(scratch, logprobs=scores.logprobs, argmax=scores.argmax, seconds=scores.seconds)
@@ -180,8 +180,8 @@ def oracle_scores(model: str, options: dict[str, Any], windows: list[list[int]])
     return scores
 
 
-def _oracle_key(model: str, options: dict[str, Any], windows: list[list[int]]) -> str:
-    digest = hashlib.sha256(json.dumps([options, windows], sort_keys=True).encode())
+def _oracle_key(model: str, windows: list[list[int]]) -> str:
+    digest = hashlib.sha256(json.dumps([PRESETS[ORACLE], windows]).encode())
     package = Path(octavo.__file__).parent
     sources = [path for folder in ORACLE_CODE for path in sorted((package / folder).rglob("*.py"))]
     place = resolve_model(model)
@@ -254,12 +254,14 @@ def main() -> None:
     tokenizer = read_tokenizer(args.model)
     windows = cut(tokenizer.encode(read_text(), add_special_tokens=False), args.context, tokenizer.encode(""))
     windows = windows[: args.windows]
-    threads = {"num_threads": args.threads}
-    configs = {name: threads | parse_config(name) for name in args.configs.split(",") if name != ORACLE}
+    configs = {
+        name: {"num_threads": args.threads} | parse_config(name) for name in args.configs.split(",") if name != ORACLE
+    }
     for options in configs.values():  # refused before anything runs
         engine_config(args.model, engine_options(options, args.context))
 
-    oracle = oracle_scores(args.model, threads | PRESETS[ORACLE], windows)
+    machine = facts(HERE.parent) if args.json else {}
+    oracle = oracle_scores(args.model, windows, args.threads)
     runs = {ORACLE: oracle}
     versions: dict[str, str] = {}
     if args.llama_cpp:
@@ -272,7 +274,7 @@ def main() -> None:
     report(f"{Path(args.model).name}: {count} tokens scored in {len(windows)} windows of {args.context}", figures)
     if args.json:
         text = {"file": TEXT.name, "sha256": TEXT_SHA256, "tokens": count, "context": args.context}
-        record = {"facts": facts(HERE.parent), "versions": versions, "model": Path(args.model).name, "text": text}
+        record = {"facts": machine, "versions": versions, "model": Path(args.model).name, "text": text}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record | {"figures": figures}, indent=1) + "\n")
 
