@@ -96,7 +96,9 @@ void add(const std::string& name, Floats a, ConstBf16s b, Floats out, int width,
   table(name).add(sum, r.first, r.second);
 }
 
-void attention(const std::string& name, ConstBf16s q, Bf16s out, FlatBf16 keys, FlatBf16 values,
+// T: bf16, or std::uint8_t for a cache in int8.
+template <class T>
+void attention(const std::string& name, ConstBf16s q, Bf16s out, Array<const T, 1> keys, Array<const T, 1> values,
                Array<const std::int32_t, 1> block_table, int heads, int kv_heads, int head_dim, int block_size, int first,
                int count, int position, int window, float scale, float softcap, Range rows, Range kv_range,
                const std::optional<std::vector<std::pair<int, int>>>& pieces) {
@@ -106,8 +108,10 @@ void attention(const std::string& name, ConstBf16s q, Bf16s out, FlatBf16 keys, 
   Attention a;
   a.q = rows_of(q, heads * head_dim);
   a.out = rows_of(out, heads * head_dim);
-  a.cache = {const_cast<bf16*>(keys.data()), const_cast<bf16*>(values.data()), kv_heads, head_dim, block_size,
-             std::int64_t{kv_heads} * head_dim * block_size};
+  const auto bytes_of = [](const Array<const T, 1>& x) { return reinterpret_cast<std::uint8_t*>(const_cast<T*>(x.data())); };
+  const KvType type = sizeof(T) == 1 ? KvType::kInt8 : KvType::kBfloat16;
+  a.cache = {bytes_of(keys), bytes_of(values), kv_heads, head_dim, block_size,
+             block_size / kPanel * kv_heads * KvCache::panel_bytes(type, head_dim), type};
   a.block_table = block_table.data();
   a.heads = heads;
   a.first = first;
@@ -139,6 +143,12 @@ void attention(const std::string& name, ConstBf16s q, Bf16s out, FlatBf16 keys, 
     for (const auto& [begin, end] : *pieces) kernels.attention_pieces(a, parts.data(), rows_in_parts, head, begin, end);
     kernels.attention_merge(a, parts.data(), rows_in_parts, head);
   }
+}
+
+float quantize_head(const std::string& name, FlatBf16 x, Array<std::int8_t, 1> codes) {
+  expect(x.shape(0) == codes.shape(0) && x.shape(0) % kPanel == 0, "x and codes differ in size, or are no multiple of 16");
+  const FlushSubnormals mode;
+  return table(name).quantize_head(x.data(), static_cast<int>(x.shape(0)), codes.data());
 }
 
 void softcap(const std::string& name, Array<float, 1> x, float cap) {
@@ -196,11 +206,16 @@ void bind_kernels(nb::module_& parent) {
         "f"_a = "silu", "rows"_a = nb::none());
   m.def("add", octavo::add, "table"_a, "a"_a.noconvert(), "b"_a.noconvert(), "out"_a.noconvert(), "width"_a,
         "rows"_a = nb::none());
-  m.def("attention", octavo::attention, "table"_a, "q"_a.noconvert(), "out"_a.noconvert(), "keys"_a.noconvert(),
-        "values"_a.noconvert(), "block_table"_a.noconvert(), "heads"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a,
-        "first"_a = 0, "count"_a, "position"_a, "window"_a = 0, "scale"_a, "softcap"_a = 0.0f, "rows"_a = nb::none(),
-        "kv_range"_a = nb::none(), "pieces"_a = nb::none(),
-        "With pieces, runs of them [begin, end) are computed apart, in the order given, and then joined.");
+  const auto def_attention = [&m](auto function) {
+    m.def("attention", function, "table"_a, "q"_a.noconvert(), "out"_a.noconvert(), "keys"_a.noconvert(),
+          "values"_a.noconvert(), "block_table"_a.noconvert(), "heads"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a,
+          "first"_a = 0, "count"_a, "position"_a, "window"_a = 0, "scale"_a, "softcap"_a = 0.0f, "rows"_a = nb::none(),
+          "kv_range"_a = nb::none(), "pieces"_a = nb::none(),
+          "With pieces, runs of them [begin, end) are computed apart, in the order given, and then joined.");
+  };
+  def_attention(octavo::attention<octavo::bf16>);
+  def_attention(octavo::attention<std::uint8_t>);
+  m.def("quantize_head", octavo::quantize_head, "table"_a, "x"_a.noconvert(), "codes"_a.noconvert());
   m.def("softcap", octavo::softcap, "table"_a, "x"_a.noconvert(), "cap"_a);
   m.def("to_bf16", octavo::to_bf16, "table"_a, "x"_a.noconvert(), "out"_a.noconvert());
   m.def("decode", octavo::decode, "format"_a, "blocks"_a.noconvert(), "out"_a.noconvert());

@@ -187,24 +187,37 @@ nb::dict roofline_of(Program& program) {
   return fields;
 }
 
-// Keys and values of a layer as they lie: uint16 [blocks, KV heads, panels, 16 * head_dim] each, shared memory. All blocks,
-// also those of other groups of layers; what other layers keep of a block lies between.
-nb::tuple kv_cache(const Program& program, int index) {
+// Keys and values of a layer as they lie, shared memory: uint16 [blocks, KV heads, panels, 16 * head_dim] each, or in int8 uint8
+// [blocks, KV heads, panels, 16 * (head_dim + 4)]. All blocks, also those of other groups of layers; what other layers keep of a
+// block lies between.
+template <class T>
+nb::tuple kv_arrays(const Program& program, int index) {
   const Runtime& runtime = program.runtime();
   const Cache& cache = runtime.caches.at(index);
   if (runtime.kv_memory == nullptr) throw std::invalid_argument("program: allocate_kv_cache comes first");
-  const std::int64_t panel = std::int64_t{kPanel} * cache.head_dim, panels = runtime.block_size / kPanel;
-  const std::int64_t blocks = static_cast<std::int64_t>(runtime.kv_memory->bytes() / sizeof(bf16)) / runtime.block_stride;
+  const auto elements = [](std::int64_t bytes) { return bytes / static_cast<std::int64_t>(sizeof(T)); };
+  const std::int64_t panel = elements(KvCache::panel_bytes(runtime.kv_type, cache.head_dim)), panels = runtime.block_size / kPanel;
+  const std::int64_t blocks = static_cast<std::int64_t>(runtime.kv_memory->bytes()) / runtime.block_bytes;
   auto array = [&](std::int64_t first) {
     auto* kept = new std::shared_ptr<Memory>(runtime.kv_memory);
     nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<Memory>*>(p); });
-    return nb::ndarray<nb::numpy, std::uint16_t>(
-        runtime.kv_memory->as<std::uint16_t>() + first,
+    return nb::ndarray<nb::numpy, T>(
+        runtime.kv_memory->as<T>() + elements(first),
         {static_cast<std::size_t>(blocks), static_cast<std::size_t>(cache.kv_heads), static_cast<std::size_t>(panels),
          static_cast<std::size_t>(panel)},
-        owner, {runtime.block_stride, panels * panel, panel, 1});
+        owner, {elements(runtime.block_bytes), panels * panel, panel, 1});
   };
   return nb::make_tuple(array(cache.keys), array(cache.values));
+}
+nb::tuple kv_cache(const Program& program, int index) {
+  const bool codes = program.runtime().kv_type == KvType::kInt8;
+  return codes ? kv_arrays<std::uint8_t>(program, index) : kv_arrays<std::uint16_t>(program, index);
+}
+
+KvType kv_type_of(const std::string& name) {
+  if (name == "bfloat16") return KvType::kBfloat16;
+  if (name == "int8") return KvType::kInt8;
+  throw std::invalid_argument("keys and values are bfloat16 or int8, not " + name);
 }
 
 // (cos, sin) of one token's angles: float32 [half] each.
@@ -340,6 +353,7 @@ void bind_program(nb::module_& m) {
       .def("kv_cache", &kv_cache, "cache"_a)
       .def("set_cascade", &Program::set_cascade, "on"_a)
       .def("set_activations", [](Program& p, const std::string& dtype) { p.set_activations(activations_of(dtype)); }, "dtype"_a)
+      .def("set_kv_cache_dtype", [](Program& p, const std::string& dtype) { p.set_kv_type(kv_type_of(dtype)); }, "dtype"_a)
       .def_prop_ro("shared_positions", &Program::shared_positions)
       .def("start_profile", &Program::start_profile)
       .def("stop_profile", &stop_profile)

@@ -49,6 +49,7 @@ using bf16 = std::uint16_t;
 constexpr int kPanel = 16;   // columns of a weight panel; tokens of a KV panel
 constexpr int kChunk = 32;   // k's that are summed from zero
 constexpr int kPiece = 256;  // positions of an attention piece
+constexpr int kMaxHeadDim = 256;  // of keys and values
 
 // A weight [n, k] is packed into ceil(n / 16) panels of 16 columns; inside, pairs of k's stand side by side, so that one
 // layout is a B tile of AMX and a pair of vectors of AVX-512. Rows past n and k's past k are zero.
@@ -213,19 +214,32 @@ struct Add {
   int width = 0;
 };
 
+enum class KvType : std::uint8_t { kBfloat16, kInt8 };
+
 // KV cache of one layer. A block holds block_size tokens (a multiple of 16) as panels of 16; per KV head
 //   keys    [panel][head_dim / 2][16 tokens][2]     pairs of dimensions side by side: a packed weight of 16 columns
 //   values  [panel][8 token pairs][head_dim][2]     pairs of tokens side by side
 // and a layer's part of a block is [kv_heads][panels of the block][...], once for keys and once for values. What other layers
 // keep may lie between one block's part and the next one's. head_dim is a multiple of 16 and at most 256. Slots that were never
 // written may hold anything, NaN too.
+//
+// In int8 the same, but that sixteen firsts of pairs come before their sixteen seconds (they are widened by the sixteen), and that
+// a panel ends with the scales of its tokens; again one stream:
+//   keys    [head_dim / 2][2][16 tokens]               then 16 floats
+//   values  [8 token pairs][head_dim / 16][2][16]      then 16 floats
+// A token's head x becomes codes and a scale: a = max |x|; s = a / 127; codes x * (127 / a), to nearest even. Where a is below
+// 2^-100 all are zero; where it is not finite, s is NaN and the codes are zero.
 struct KvCache {
-  bf16* keys = nullptr;            // of block 0
-  bf16* values = nullptr;
+  std::uint8_t* keys = nullptr;    // of block 0; 64-byte aligned
+  std::uint8_t* values = nullptr;
   int kv_heads = 0, head_dim = 0, block_size = 0;
-  std::int64_t block_stride = 0;   // elements from a block to the next
+  std::int64_t block_stride = 0;   // bytes from a block to the next
+  KvType type = KvType::kBfloat16;
+  OCTAVO_INLINE static constexpr std::int64_t panel_bytes(KvType type, int head_dim) {
+    return std::int64_t{kPanel} * (type == KvType::kInt8 ? head_dim + 4 : 2 * head_dim);
+  }
   OCTAVO_INLINE std::int64_t offset(std::int64_t block, int head, int panel) const {
-    return block * block_stride + (std::int64_t{head} * (block_size / kPanel) + panel) * kPanel * head_dim;
+    return block * block_stride + (std::int64_t{head} * (block_size / kPanel) + panel) * panel_bytes(type, head_dim);
   }
 };
 
@@ -238,6 +252,9 @@ struct KvCache {
 //   o_d   = sum of w_t * v_t[d] by the matrix rule with chunks of 16 tokens (a panel): even t's and odd t's apart
 // and pieces merge: with M = max(m_old, m): a = exp(m_old - M), b = exp(m - M), L = L * a + l * b, O = O * a + o * b (the first
 // piece is taken as it is); result bf16(O / L). Masked t's are skipped, never multiplied.
+// With keys and values in int8, k_t and v_t are their codes (exact in bfloat16), and the scales come in where one number a token is:
+//   s_t   = (q . k_t) * key scale * scale, in this order
+//   w_t   = bf16(exp(s_t - m) * value scale)  in o;   exp(s_t - m), not rounded, in l
 struct Attention {
   Rows q, out;                     // [T, heads * head_dim]
   KvCache cache;
@@ -282,6 +299,8 @@ struct Kernels {
   // `position` of Attention are not used.
   void (*attention_pieces)(const Attention&, const AttentionRow* rows, int count, int head, int piece_begin, int piece_end);
   void (*attention_merge)(const Attention&, const AttentionRow* rows, int count, int head);
+  // Codes of a token's head for a cache in int8, and their scale. head_dim codes, 16-byte aligned.
+  float (*quantize_head)(const bf16* x, int head_dim, std::int8_t* codes);
   // x = tanh(x / cap) * cap over count floats (logit soft-cap).
   void (*softcap)(float* x, std::int64_t count, float cap);
   // float32 -> bfloat16, nearest even, NaN stays a (quiet) NaN; count elements.

@@ -132,6 +132,7 @@ void AddOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t en
 }
 
 void StoreOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) {
+  if (runtime.kv_type == KvType::kInt8) return store_codes(runtime, begin, end);
   const Cache& cache = runtime.caches[cache_];
   const Rows k = runtime.at(out_), v = runtime.at(v_);
   const KvCache layout = runtime.layout(cache);
@@ -142,8 +143,8 @@ void StoreOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t 
     const int lane = slot % kPanel;
     for (int head = 0; head < cache.kv_heads; ++head) {
       const std::int64_t offset = layout.offset(block, head, slot / kPanel);
-      bf16* keys = layout.keys + offset + lane * 2;
-      bf16* values = layout.values + offset + lane / 2 * (2 * cache.head_dim) + lane % 2;
+      bf16* keys = reinterpret_cast<bf16*>(layout.keys + offset) + lane * 2;
+      bf16* values = reinterpret_cast<bf16*>(layout.values + offset) + lane / 2 * (2 * cache.head_dim) + lane % 2;
       const bf16* from_k = k.row(i) + head * cache.head_dim;
       const bf16* from_v = v.row(i) + head * cache.head_dim;
       for (int d = 0; d < cache.head_dim; d += 2) {
@@ -151,6 +152,29 @@ void StoreOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t 
         values[2 * d] = from_v[d];
         values[2 * d + 2] = from_v[d + 1];
       }
+    }
+  }
+}
+
+void StoreOp::store_codes(const Runtime& runtime, std::int64_t begin, std::int64_t end) const {
+  const Cache& cache = runtime.caches[cache_];
+  const Rows k = runtime.at(out_), v = runtime.at(v_);
+  const KvCache layout = runtime.layout(cache);
+  const std::int64_t* slots = runtime.step.slots(cache.group);
+  const int dim = cache.head_dim;
+  alignas(64) std::int8_t codes[kMaxHeadDim];
+  for (std::int64_t i = begin; i < end; ++i) {
+    const std::int64_t block = slots[i] / runtime.block_size;
+    const int slot = static_cast<int>(slots[i] % runtime.block_size), lane = slot % kPanel;
+    for (int head = 0; head < cache.kv_heads; ++head) {
+      const std::int64_t offset = layout.offset(block, head, slot / kPanel);
+      auto* keys = reinterpret_cast<std::int8_t*>(layout.keys + offset);
+      auto* values = reinterpret_cast<std::int8_t*>(layout.values + offset);
+      reinterpret_cast<float*>(keys + kPanel * dim)[lane] = runtime.kernels.quantize_head(k.row(i) + head * dim, dim, codes);
+      for (int d = 0; d < dim; ++d) keys[d * kPanel + lane] = codes[d];
+      reinterpret_cast<float*>(values + kPanel * dim)[lane] = runtime.kernels.quantize_head(v.row(i) + head * dim, dim, codes);
+      values += lane / 2 * (2 * dim) + lane % 2 * kPanel;
+      for (int d = 0; d < dim; d += kPanel) std::memcpy(values + 2 * d, codes + d, kPanel);
     }
   }
 }

@@ -185,6 +185,7 @@ class StoreOp final : public RowOp {
 
  private:
   void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
+  void store_codes(const Runtime& runtime, std::int64_t begin, std::int64_t end) const;
   View v_;
   int cache_;
 };

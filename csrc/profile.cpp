@@ -115,7 +115,8 @@ std::string StoreOp::shape(const Runtime& runtime) const {
 Work StoreOp::work(const Runtime& runtime) const {
   const Cache& cache = runtime.caches[cache_];
   Work work;
-  work.kv_bytes = work.other_bytes = 2 * bytes(runtime, v_, cache.kv_heads * cache.head_dim);
+  work.other_bytes = 2 * bytes(runtime, v_, cache.kv_heads * cache.head_dim);
+  work.kv_bytes = static_cast<double>(runtime.rows(v_)) * runtime.token_bytes(cache);
   return work;
 }
 
@@ -186,7 +187,7 @@ Work AttentionOp::work(const Runtime& runtime) const {
   }
   Work work;
   work.flops = 4.0 * pairs * heads_ * cache.head_dim;
-  work.kv_bytes = 2 * positions * cache.kv_heads * cache.head_dim * kBf16;
+  work.kv_bytes = positions * static_cast<double>(runtime.token_bytes(cache));
   work.other_bytes = 2 * bytes(runtime, q_, heads_ * cache.head_dim);
   return work;
 }

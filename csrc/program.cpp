@@ -79,7 +79,7 @@ int Program::add_rotation(std::vector<float> frequencies, float factor) {
 }
 
 int Program::add_cache(int kv_heads, int head_dim, int group) {
-  require(kv_heads > 0 && head_dim > 0 && head_dim % kPanel == 0 && head_dim <= 256,
+  require(kv_heads > 0 && head_dim > 0 && head_dim % kPanel == 0 && head_dim <= kMaxHeadDim,
           "the head dimension must be a multiple of 16 up to 256");
   require(group >= 0 && group < (1 << 16), "groups count from 0, and are few");
   runtime_.num_groups = std::max(runtime_.num_groups, group + 1);
@@ -194,16 +194,17 @@ void Program::allocate_kv_cache(std::int64_t num_blocks, int block_size) {
   runtime_.swap_memory = Memory();
   std::vector<std::int64_t> sizes(runtime_.num_groups);
   for (Cache& cache : runtime_.caches) {
-    const std::int64_t size = std::int64_t{block_size} * cache.kv_heads * cache.head_dim;
+    const std::int64_t panels = std::int64_t{cache.kv_heads} * (block_size / kPanel);
+    const std::int64_t size = panels * KvCache::panel_bytes(runtime_.kv_type, cache.head_dim);
     cache.keys = sizes[cache.group];
     cache.values = cache.keys + size;
     sizes[cache.group] += 2 * size;
   }
-  const std::int64_t stride = sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
+  const std::int64_t block_bytes = sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
   std::int64_t bytes = 0;
-  if (__builtin_mul_overflow(num_blocks, stride * static_cast<std::int64_t>(sizeof(bf16)), &bytes)) throw std::bad_alloc();
+  if (__builtin_mul_overflow(num_blocks, block_bytes, &bytes)) throw std::bad_alloc();
   runtime_.kv_memory = std::make_shared<Memory>(bytes, true);
-  runtime_.block_stride = stride;
+  runtime_.block_bytes = block_bytes;
   runtime_.block_size = block_size;
   num_blocks_ = num_blocks;
 }

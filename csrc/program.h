@@ -101,6 +101,9 @@ class Program {
   // What activations become in products with weights in few bits; int8 unless told otherwise, before the first step.
   void set_activations(Activations activations) { runtime_.activations = activations; }
 
+  // What the cache holds; bfloat16 unless told otherwise, before it is allocated.
+  void set_kv_type(KvType type) { runtime_.kv_type = type; }
+
   // Positions of the last step whose keys and values were read for several sequences at once, over all layers: each counts
   // once for every sequence but the first.
   std::int64_t shared_positions() const;
@@ -109,7 +112,7 @@ class Program {
   int num_threads() const { return pool_.num_threads(); }
   int vocab_size() const { return vocab_size_; }
   std::int64_t weight_bytes() const;
-  std::int64_t block_bytes() const { return runtime_.block_stride * static_cast<std::int64_t>(sizeof(bf16)); }
+  std::int64_t block_bytes() const { return runtime_.block_bytes; }
   const Runtime& runtime() const { return runtime_; }
 
  private:

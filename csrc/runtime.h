@@ -64,7 +64,7 @@ struct RotationTable {
 //   block of group 0: layer 5 keys | layer 5 values | layer 11 keys | ...      of group 1: layer 0 keys | layer 0 values | ...
 struct Cache {
   int kv_heads = 0, head_dim = 0, group = 0;
-  std::int64_t keys = 0, values = 0;  // where they begin in a block, elements
+  std::int64_t keys = 0, values = 0;  // where they begin in a block, bytes
 };
 
 constexpr std::int64_t kOwnRows = 4;
@@ -85,7 +85,8 @@ struct Runtime {
   int num_groups = 0;                 // of the caches
   std::shared_ptr<Memory> kv_memory;  // of all blocks; shared with whoever looks into it from outside
   Memory swap_memory;                 // the host tier: whole blocks that gave their place up
-  std::int64_t block_stride = 0;      // elements of a block
+  std::int64_t block_bytes = 0;
+  KvType kv_type = KvType::kBfloat16;
   std::vector<AttentionPlan> attention_plans;
   int block_size = 0;
 
@@ -95,8 +96,12 @@ struct Runtime {
 
   std::int64_t rows(View view) const { return buffers[view.buffer].selected ? step.num_logit_rows : step.num_tokens; }
   KvCache layout(const Cache& cache) const {
-    bf16* base = kv_memory->as<bf16>();
-    return {base + cache.keys, base + cache.values, cache.kv_heads, cache.head_dim, block_size, block_stride};
+    auto* base = kv_memory->as<std::uint8_t>();
+    return {base + cache.keys, base + cache.values, cache.kv_heads, cache.head_dim, block_size, block_bytes, kv_type};
+  }
+  // Of a token's keys and values in one layer.
+  std::int64_t token_bytes(const Cache& cache) const {
+    return 2 * cache.kv_heads * KvCache::panel_bytes(kv_type, cache.head_dim) / kPanel;
   }
   Rows at(View view) const {
     const Buffer& buffer = buffers[view.buffer];

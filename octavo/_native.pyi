@@ -83,8 +83,13 @@ class Program:
         """Whether what several sequences share is read once for all of them (the default); results are the same."""
     def set_activations(self, dtype: str) -> None:
         """What activations become where weights are in few bits: "int8" (the default), "int16" or "bfloat16"."""
-    def kv_cache(self, cache: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-        """Keys and values as they lie: [blocks, KV heads, panels, 16 * head_dim], shared memory."""
+    def set_kv_cache_dtype(self, dtype: str) -> None:
+        """What keys and values are stored as, "bfloat16" (the default) or "int8"; before the cache is allocated."""
+    def kv_cache(self, cache: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Keys and values as they lie, shared memory: uint16 [blocks, KV heads, panels, 16 * head_dim].
+
+        In int8 uint8 [blocks, KV heads, panels, 16 * (head_dim + 4)].
+        """
     def start_profile(self) -> None:
         """Time the ops of the steps to come, from zero."""
     def stop_profile(self) -> list[dict[str, Any]]:

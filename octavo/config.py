@@ -78,6 +78,7 @@ class ModelConfig:
 Backend = Literal["auto", "cpu", "torch"]
 DType = Literal["auto", "float32", "bfloat16"]
 ActivationDType = Literal["auto", "int8", "int16", "bfloat16"]
+KVCacheDType = Literal["auto", "float32", "bfloat16", "int8"]
 Policy = Literal["fcfs", "priority", "fair", "longest-prefix"]
 
 
@@ -117,8 +118,9 @@ class EngineConfig:
     block_size: int = field(default=16, metadata={"help": "tokens per KV block; a multiple of 16 on the cpu backend"})
     kv_cache_memory_bytes: int | None = field(default=None, metadata={"help": "size of the KV pool in bytes"})
     num_kv_blocks: int | None = field(default=None, metadata={"help": "size of the KV pool in blocks"})
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = field(
-        default="auto", metadata={"help": "of stored keys and values; auto: dtype"}
+    kv_cache_dtype: KVCacheDType = field(
+        default="auto",
+        metadata={"help": "of stored keys and values; auto: dtype; int8: a scale for each token and KV head (cpu)"},
     )
     max_num_seqs: int = field(default=256, metadata={"help": "most sequences that run at once"})
     max_num_batched_tokens: int = field(default=2048, metadata={"help": "token budget of one step"})
@@ -157,7 +159,7 @@ class EngineConfig:
         _one_of("activation_dtype", self.activation_dtype, "auto", "int8", "int16", "bfloat16")
         if self.quantization is not None and isinstance(self.quantization, str):
             _one_of("quantization", self.quantization, "none", "int8")
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, "auto", "float32", "bfloat16")
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, "auto", "float32", "bfloat16", "int8")
         _one_of("preemption_mode", self.preemption_mode, "auto", "recompute", "swap")
         _one_of("scheduling_policy", self.scheduling_policy, "fcfs", "priority", "fair", "longest-prefix")
         for f in fields(self):

@@ -7,16 +7,18 @@
 //   vectors   0    1    2    3    4    5    6    7    8 ...
 //             '------ tile ------'
 //
-// What multiplies is a parameter, `Products`: FmaProducts below, AMX's in tile_attention.h, VDPBF16PS's in dot_products.h.
+// What multiplies is a parameter, `Products`: FmaProducts below, AMX's in tile_attention.h, VDPBF16PS's in dot_products.h. So is
+// what the cache holds, `Kv`: bf16, or std::int8_t. Few vectors read codes as they are; for many, and for what multiplies bfloat16
+// pairs, panels are widened first, once for all vectors of a tile.
 #pragma once
 
 namespace octavo {
 namespace {
 
 constexpr int kTile = 32;
-constexpr int kMaxHeadDim = 256;
 constexpr int kPiecePanels = kPiece / kPanel;
 constexpr int kAhead = 8;  // panels between what is fetched and what is used
+constexpr int kFewVectors = kBlockRows;
 
 // Positions [begin, end).
 struct Span {
@@ -33,13 +35,13 @@ struct Tile {
   int count = 0, dim = 0;                          // vectors; head_dim
   Span visible[kTile];                             // positions each sees
   int row[kTile], column[kTile];                   // where each stands in q and in out
-  const bf16 *keys[kPiecePanels], *values[kPiecePanels];  // panels of the piece
   alignas(64) float query[kTile * kMaxHeadDim];    // [vector][dim]
   alignas(64) float scores[kTile * kPiece];        // [vector][position in the piece]: scores, then weights
   alignas(64) float piece[kTile * kMaxHeadDim];    // the piece's weighted sums of values
   alignas(64) float result[kTile * kMaxHeadDim];   // those of all pieces so far
   alignas(64) bf16 query_bits[kTile * kMaxHeadDim];  // queries and weights once more, for Products that want bfloat16
   alignas(64) bf16 weight_bits[kTile * kPiece];
+  alignas(64) bf16 wide[kPiece * kMaxHeadDim];     // panels that were widened
   float piece_largest[kTile], piece_total[kTile];  // of the piece: greatest score, sum of weights
   float largest[kTile], total[kTile];              // of all pieces so far
   bool started[kTile];                             // whether a piece has been taken
@@ -47,8 +49,35 @@ struct Tile {
 
 // A panel that will be read soon: blocks lie anywhere, so that no hardware foresees them. Into the second cache level only:
 // of misses in the first one a core has few at a time, and they set the pace (half of this one, measured on Zen 4).
-OCTAVO_INLINE void fetch(const bf16* panel, int dim) {
-  for (int line = 0; line < dim / 2; ++line) __builtin_prefetch(panel + line * 32, 0, 2);
+template <class Kv>
+OCTAVO_INLINE void fetch(const Kv* panel, int dim) {
+  constexpr KvType kType = sizeof(Kv) == 1 ? KvType::kInt8 : KvType::kBfloat16;
+  const auto* bytes = reinterpret_cast<const std::uint8_t*>(panel);
+  for (int line = 0; line < KvCache::panel_bytes(kType, dim) / 64; ++line) __builtin_prefetch(bytes + line * 64, 0, 2);
+}
+
+// Of a panel's sixteen tokens.
+OCTAVO_INLINE Vec scales(const std::int8_t* panel, int dim) { return load(reinterpret_cast<const float*>(panel + kPanel * dim)); }
+
+// Calls f(panels) with panels [begin, end) as the products read them: as they are, or widened.
+template <class Products, class Kv, class F>
+OCTAVO_INLINE void as_read(Tile& tile, const Kv* const* panels, int begin, int end, F&& f) {
+  if constexpr (sizeof(Kv) == 1) {
+    if (Products::kWantsBits || tile.count > kFewVectors) {
+      const bf16* widened[kPiecePanels];
+      bf16* wide = tile.wide;
+      for (int panel = begin; panel < end; ++panel) {
+        widened[panel] = wide;
+        const Kv* codes = panels[panel];
+        if (panel + kAhead < end) fetch(panels[panel + kAhead], tile.dim);
+        for (const Kv* stop = codes + kPanel * tile.dim; codes < stop; codes += 2 * kLanes, wide += 2 * kLanes)
+          store_pairs(wide, load_even(codes), load_odd(codes));
+      }
+      f(widened);
+      return;
+    }
+  }
+  if constexpr (sizeof(Kv) > 1 || !Products::kWantsBits) f(panels);
 }
 
 // Products by the matrix rule on vectors of floats.
@@ -60,15 +89,15 @@ struct FmaProducts {
 
   // Unscaled scores of all vectors with P panels, the first of which is `panel`. Invisible tokens' scores are whatever comes
   // out: a lane is a token's.
-  template <int P>
-  static void score(Tile& tile, int panel) {
+  template <int P, class Kv>
+  static void score(Tile& tile, const Kv* const* keys, int panel) {
     for_row_blocks<kBlockRows>(0, tile.count, [&]<int R>(std::int64_t first) {
       Vec acc[R][P];
       for (int r = 0; r < R; ++r)
         for (int p = 0; p < P; ++p) acc[r][p] = splat(0.0f);
       for (int d = 0; d < tile.dim; d += kChunk) {
-        const bf16* w[P];
-        for (int p = 0; p < P; ++p) w[p] = tile.keys[panel + p] + d * kPanel;
+        const Kv* w[P];
+        for (int p = 0; p < P; ++p) w[p] = keys[panel + p] + d * kPanel;
         const int pairs = (tile.dim - d < kChunk ? tile.dim - d : kChunk) / 2;
         add_chunk<R, P>(acc, tile.query + first * tile.dim + d, tile.dim, w, 2 * kPanel, pairs);
       }
@@ -78,26 +107,27 @@ struct FmaProducts {
   }
 
   // piece += weights x values of panels [begin, end), all of whose tokens `count` vectors from `first` on see.
-  static void mix(Tile& tile, int first, int count, int begin, int end) {
+  template <class Kv>
+  static void mix(Tile& tile, const Kv* const* values, int first, int count, int begin, int end) {
     for (int panel = begin; panel < end; ++panel) {
-      if (panel + kAhead < end) fetch(tile.values[panel + kAhead], tile.dim);
+      if (panel + kAhead < end) fetch(values[panel + kAhead], tile.dim);
       for_row_blocks<kBlockRows>(first, first + count, [&]<int R>(std::int64_t v) {
         int d = 0;
-        for (; d + 2 * kLanes <= tile.dim; d += 2 * kLanes) mix_dimensions<R, 2>(tile, v, panel, d);
-        if (d < tile.dim) mix_dimensions<R, 1>(tile, v, panel, d);
+        for (; d + 2 * kLanes <= tile.dim; d += 2 * kLanes) mix_dimensions<R, 2>(tile, values[panel], v, panel, d);
+        if (d < tile.dim) mix_dimensions<R, 1>(tile, values[panel], v, panel, d);
       });
     }
   }
 
  private:
   // P * 16 dimensions from d on of R vectors.
-  template <int R, int P>
-  OCTAVO_INLINE static void mix_dimensions(Tile& tile, std::int64_t first, int panel, int d) {
+  template <int R, int P, class Kv>
+  OCTAVO_INLINE static void mix_dimensions(Tile& tile, const Kv* values, std::int64_t first, int panel, int d) {
     Vec acc[R][P];
-    const bf16* w[P];
+    const Kv* w[P];
     float* out = tile.piece + first * tile.dim + d;
     for (int p = 0; p < P; ++p) {
-      w[p] = tile.values[panel] + 2 * (d + p * kLanes);
+      w[p] = values + 2 * (d + p * kLanes);
       for (int r = 0; r < R; ++r) acc[r][p] = load(out + r * tile.dim + p * kLanes);
     }
     add_chunk<R, P>(acc, tile.scores + first * kPiece + panel * kPanel, kPiece, w, 2 * tile.dim, kPanel / 2);
@@ -139,15 +169,18 @@ OCTAVO_INLINE Vec inside(Span span, int position, Vec x, Vec other) {
 }
 
 // Products of one vector become scores and then weights bf16(exp(s - max)), zero where invisible; leaves the maximum and the
-// weights' sum.
-template <class Products>
-inline void weigh(const Attention& a, Tile& tile, int v, Span span, int piece_begin) {
+// weights' sum. Keys and values: panels of the piece, for their scales.
+template <class Products, class Kv>
+inline void weigh(const Attention& a, Tile& tile, const Kv* const* keys, const Kv* const* values, int v, Span span,
+                  int piece_begin) {
   float* scores = tile.scores + v * kPiece - piece_begin;  // by position
   const int begin = span.begin / kPanel * kPanel;
   const Vec none = splat(-__builtin_inff());
   Vec top = none;
   for (int t = begin; t < span.end; t += kPanel) {
-    Vec score = load(scores + t) * splat(a.scale);
+    Vec score = load(scores + t);
+    if constexpr (sizeof(Kv) == 1) score = score * scales(keys[(t - piece_begin) / kPanel], tile.dim);
+    score = score * splat(a.scale);
     if (a.softcap != 0.0f) score = soft_cap(score, splat(a.softcap));
     store(scores + t, score);
     top = max(top, span.covers(t, t + kPanel) ? score : inside(span, t, score, none));
@@ -155,11 +188,17 @@ inline void weigh(const Attention& a, Tile& tile, int v, Span span, int piece_be
   const float largest = max_lane(top);
   Vec sums = splat(0.0f);
   for (int t = begin; t < span.end; t += kPanel) {
-    const Vec weight = round_to_bf16(exp_of_negative(load(scores + t) - splat(largest)));
-    const Vec seen = span.covers(t, t + kPanel) ? weight : inside(span, t, weight, splat(0.0f));
-    store(scores + t, seen);
-    if constexpr (Products::kWantsBits) store(tile.weight_bits + v * kPiece + t - piece_begin, seen);
-    sums = sums + seen;
+    Vec share = exp_of_negative(load(scores + t) - splat(largest)), weight = share;
+    if constexpr (sizeof(Kv) == 1) weight = share * scales(values[(t - piece_begin) / kPanel], tile.dim);
+    weight = round_to_bf16(weight);
+    if constexpr (sizeof(Kv) > 1) share = weight;
+    if (!span.covers(t, t + kPanel)) {
+      share = inside(span, t, share, splat(0.0f));
+      weight = inside(span, t, weight, splat(0.0f));
+    }
+    store(scores + t, weight);
+    if constexpr (Products::kWantsBits) store(tile.weight_bits + v * kPiece + t - piece_begin, weight);
+    sums = sums + share;
   }
   tile.piece_largest[v] = largest;
   tile.piece_total[v] = sum(sums);
@@ -167,12 +206,13 @@ inline void weigh(const Attention& a, Tile& tile, int v, Span span, int piece_be
 
 // piece += weights x values of one panel, for a vector that sees tokens begin .. end - 1 of it only: the others' values are not
 // touched.
-inline void mix_part(Tile& tile, int v, int panel, int begin, int end) {
+template <class Kv>
+inline void mix_part(Tile& tile, const Kv* values, int v, int panel, int begin, int end) {
   const float* weights = tile.scores + v * kPiece + panel * kPanel;
   for (int d = 0; d < tile.dim; d += kLanes) {
     Vec even = splat(0.0f), odd = splat(0.0f);
     for (int t = begin; t < end; ++t) {
-      const bf16* pairs = tile.values[panel] + t / 2 * 2 * tile.dim + 2 * d;
+      const Kv* pairs = values + t / 2 * 2 * tile.dim + 2 * d;
       if (t % 2 == 0) {
         even = mul_add(splat(weights[t]), load_even(pairs), even);
       } else {
@@ -185,20 +225,20 @@ inline void mix_part(Tile& tile, int v, int panel, int begin, int end) {
 }
 
 // Panels [begin, end), of which each vector may see all, some or nothing.
-template <class Products>
-inline void mix_edge(Tile& tile, int piece_begin, int begin, int end) {
+template <class Products, class Kv>
+inline void mix_edge(Tile& tile, const Kv* const* values, int piece_begin, int begin, int end) {
   for (int panel = begin; panel < end; ++panel) {
     const int from = piece_begin + panel * kPanel, to = from + kPanel;
     for (int v = 0; v < tile.count;) {
       int next = v;
       while (next < tile.count && tile.visible[next].covers(from, to)) ++next;
       if (next > v) {
-        Products::mix(tile, v, next - v, panel, panel + 1);
+        Products::mix(tile, values, v, next - v, panel, panel + 1);
         v = next;
         continue;
       }
       const Span part = intersect(tile.visible[v], {from, to});
-      if (!part.empty()) mix_part(tile, v, panel, part.begin - from, part.end - from);
+      if (!part.empty()) mix_part(tile, values[panel], v, panel, part.begin - from, part.end - from);
       ++v;
     }
   }
@@ -206,40 +246,54 @@ inline void mix_edge(Tile& tile, int piece_begin, int begin, int end) {
 
 // Positions `seen` of one piece, which at least one vector of the tile sees: leaves tile.piece, and of each vector its greatest
 // score and the sum of its weights; the sum is zero for a vector that sees none of them.
-template <class Products>
+template <class Products, class Kv>
 inline void attend_piece(const Attention& a, Tile& tile, int kv_head, Span seen, int piece_begin) {
   const int begin = (seen.begin - piece_begin) / kPanel, end = (seen.end - piece_begin + kPanel - 1) / kPanel;
   const KvCache& c = a.cache;
+  const Kv *keys[kPiecePanels], *values[kPiecePanels];  // panels of the piece
   for (int panel = begin; panel < end; ++panel) {
     const int position = piece_begin + panel * kPanel;
     const std::int64_t offset = c.offset(a.block_table[position / c.block_size], kv_head, position % c.block_size / kPanel);
-    tile.keys[panel] = c.keys + offset;
-    tile.values[panel] = c.values + offset;
+    keys[panel] = reinterpret_cast<const Kv*>(c.keys + offset);
+    values[panel] = reinterpret_cast<const Kv*>(c.values + offset);
   }
 
-  for (int panel = begin; panel < begin + kAhead && panel < end; ++panel) fetch(tile.keys[panel], tile.dim);
+  for (int panel = begin; panel < begin + kAhead && panel < end; ++panel) fetch(keys[panel], tile.dim);
   for (int panel = begin; panel < end; panel += 2) {
-    for (int ahead = panel + kAhead; ahead < panel + kAhead + 2 && ahead < end; ++ahead) fetch(tile.keys[ahead], tile.dim);
-    if (panel + 1 < end) {
-      Products::template score<2>(tile, panel);
-    } else {
-      Products::template score<1>(tile, panel);
-    }
+    for (int ahead = panel + kAhead; ahead < panel + kAhead + 2 && ahead < end; ++ahead) fetch(keys[ahead], tile.dim);
+    as_read<Products>(tile, keys, panel, panel + 1 < end ? panel + 2 : end, [&](const auto* const* read) {
+      if (panel + 1 < end) {
+        Products::template score<2>(tile, read, panel);
+      } else {
+        Products::template score<1>(tile, read, panel);
+      }
+    });
   }
 
-  for (int panel = begin; panel < begin + kAhead && panel < end; ++panel) fetch(tile.values[panel], tile.dim);
+  for (int panel = begin; panel < begin + kAhead && panel < end; ++panel) fetch(values[panel], tile.dim);
   Span whole = {begin, end};  // panels that all vectors see all of
   for (int v = 0; v < tile.count; ++v) {
     const Span span = intersect(tile.visible[v], seen);
     tile.piece_total[v] = 0.0f;
-    if (!span.empty()) weigh<Products>(a, tile, v, span, piece_begin);
+    if (!span.empty()) weigh<Products>(a, tile, keys, values, v, span, piece_begin);
     for (int d = 0; d < tile.dim; d += kLanes) store(tile.piece + v * tile.dim + d, splat(0.0f));
     whole = intersect(whole, {(span.begin - piece_begin + kPanel - 1) / kPanel, (span.end - piece_begin) / kPanel});
   }
   if (whole.empty()) whole = {end, end};
-  mix_edge<Products>(tile, piece_begin, begin, whole.begin);
-  Products::mix(tile, 0, tile.count, whole.begin, whole.end);
-  mix_edge<Products>(tile, piece_begin, whole.end, end);
+  as_read<Products>(tile, values, begin, end, [&](const auto* const* read) {
+    mix_edge<Products>(tile, read, piece_begin, begin, whole.begin);
+    Products::mix(tile, read, 0, tile.count, whole.begin, whole.end);
+    mix_edge<Products>(tile, read, piece_begin, whole.end, end);
+  });
+}
+
+template <class Products>
+inline void attend_piece(const Attention& a, Tile& tile, int kv_head, Span seen, int piece_begin) {
+  if (a.cache.type == KvType::kInt8) {
+    attend_piece<Products, std::int8_t>(a, tile, kv_head, seen, piece_begin);
+  } else {
+    attend_piece<Products, bf16>(a, tile, kv_head, seen, piece_begin);
+  }
 }
 
 // Joins one piece of vector v to what came before it.
@@ -337,6 +391,22 @@ inline void attention_merge(const Attention& a, const AttentionRow* rows, int co
     }
     write_results(a, tile);
   });
+}
+
+inline float quantize_head(const bf16* x, int head_dim, std::int8_t* codes) {
+  int most = 0;  // as bits, which are in order
+  for (int d = 0; d < head_dim; ++d) most = (x[d] & 0x7fff) > most ? x[d] & 0x7fff : most;
+  float inverse = 0, scale = 0;
+  if (most >= kTiny && most < kInfinite) {
+    const float largest = widen_one(static_cast<std::uint32_t>(most));
+    inverse = 127.0f / largest;
+    scale = largest / 127.0f;
+  } else if (most >= kInfinite) {
+    for (int d = 0; d < head_dim; ++d) codes[d] = 0;
+    return widen_one(kNanBits);
+  }
+  for (int d = 0; d < head_dim; d += kLanes) store_codes(codes + d, round_ints(x + d, inverse));
+  return scale;
 }
 
 }  // namespace

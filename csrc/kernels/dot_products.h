@@ -79,12 +79,12 @@ struct DotProducts {
   static void end() {}
 
   template <int P>
-  static void score(Tile& tile, int panel) {
+  static void score(Tile& tile, const bf16* const* keys, int panel) {
     for_row_blocks<kDotRows>(0, tile.count, [&]<int R>(std::int64_t first) {
       Vec acc[R][P];
       const bf16* w[P];
       for (int p = 0; p < P; ++p) {
-        w[p] = tile.keys[panel + p];
+        w[p] = keys[panel + p];
         for (int r = 0; r < R; ++r) acc[r][p] = splat(0.0f);
       }
       add_dots<R, P>(acc, tile.query_bits + first * tile.dim, tile.dim, w, 2 * kPanel, tile.dim / 2);
@@ -93,27 +93,27 @@ struct DotProducts {
     });
   }
 
-  static void mix(Tile& tile, int first, int count, int begin, int end) {
-    for (int panel = begin; panel < end && panel < begin + kAhead; ++panel) fetch(tile.values[panel], tile.dim);
+  static void mix(Tile& tile, const bf16* const* values, int first, int count, int begin, int end) {
+    for (int panel = begin; panel < end && panel < begin + kAhead; ++panel) fetch(values[panel], tile.dim);
     for_row_blocks<kDotRows>(first, first + count, [&]<int R>(std::int64_t v) {
       int d = 0;
-      for (; d + 2 * kLanes <= tile.dim; d += 2 * kLanes) mix_dimensions<R, 2>(tile, v, begin, end, d);
-      if (d < tile.dim) mix_dimensions<R, 1>(tile, v, begin, end, d);
+      for (; d + 2 * kLanes <= tile.dim; d += 2 * kLanes) mix_dimensions<R, 2>(tile, values, v, begin, end, d);
+      if (d < tile.dim) mix_dimensions<R, 1>(tile, values, v, begin, end, d);
     });
   }
 
  private:
   // P * 16 dimensions from d on of R vectors: the sums stay in registers over all panels.
   template <int R, int P>
-  OCTAVO_INLINE static void mix_dimensions(Tile& tile, std::int64_t first, int begin, int end, int d) {
+  OCTAVO_INLINE static void mix_dimensions(Tile& tile, const bf16* const* values, std::int64_t first, int begin, int end, int d) {
     Vec acc[R][P];
     float* out = tile.piece + first * tile.dim + d;
     for (int r = 0; r < R; ++r)
       for (int p = 0; p < P; ++p) acc[r][p] = load(out + r * tile.dim + p * kLanes);
     for (int panel = begin; panel < end; ++panel) {
-      if (first == 0 && d == 0 && panel + kAhead < end) fetch(tile.values[panel + kAhead], tile.dim);
+      if (first == 0 && d == 0 && panel + kAhead < end) fetch(values[panel + kAhead], tile.dim);
       const bf16* w[P];
-      for (int p = 0; p < P; ++p) w[p] = tile.values[panel] + 2 * (d + p * kLanes);
+      for (int p = 0; p < P; ++p) w[p] = values[panel] + 2 * (d + p * kLanes);
       add_dots<R, P>(acc, tile.weight_bits + first * kPiece + panel * kPanel, kPiece, w, 2 * tile.dim, kPanel / 2);
     }
     for (int r = 0; r < R; ++r)

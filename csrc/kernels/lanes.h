@@ -33,6 +33,10 @@ OCTAVO_INLINE void store(T* p, Vec x, int n) {
   }
 }
 
+// As of sixteen pairs of bfloat16, of sixteen firsts and sixteen seconds in int8.
+OCTAVO_INLINE Vec load_even(const std::int8_t* p) { return load(p); }
+OCTAVO_INLINE Vec load_odd(const std::int8_t* p) { return load(p + kLanes); }
+
 // Sum of the lanes by the fixed tree: 8 + 8, 4 + 4, 2 + 2, 1 + 1.
 inline float sum(Vec x) {
   float lanes[kLanes];

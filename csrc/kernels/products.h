@@ -5,8 +5,8 @@ namespace octavo {
 namespace {
 
 // The sums, from zero and in order, of one chunk's even (Odd = 0) or odd (Odd = 1) k's, for R rows times P panels.
-template <int Odd, int R, int P>
-OCTAVO_INLINE void sum_chunk(Vec (&sum)[R][P], const float* x, std::int64_t x_stride, const bf16* const (&w)[P],
+template <int Odd, int R, int P, class W>
+OCTAVO_INLINE void sum_chunk(Vec (&sum)[R][P], const float* x, std::int64_t x_stride, const W* const (&w)[P],
                              std::int64_t pair_stride, int pairs) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -24,9 +24,9 @@ OCTAVO_INLINE void sum_chunk(Vec (&sum)[R][P], const float* x, std::int64_t x_st
 }
 
 // Both sums at once.
-template <int R, int P>
+template <int R, int P, class W>
 OCTAVO_INLINE void sum_chunk_together(Vec (&even)[R][P], Vec (&odd)[R][P], const float* x, std::int64_t x_stride,
-                                      const bf16* const (&w)[P], std::int64_t pair_stride, int pairs) {
+                                      const W* const (&w)[P], std::int64_t pair_stride, int pairs) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -51,8 +51,9 @@ OCTAVO_INLINE void sum_chunk_together(Vec (&even)[R][P], Vec (&odd)[R][P], const
 //   x   R rows of floats (each a bfloat16's value), x_stride apart: x[2j], x[2j + 1] belong to pair j
 //   w   P panels of 16 columns; pair j of a panel is 32 elements (64 bytes) at w[p] + j * pair_stride:
 //         w[2j][c] w[2j + 1][c] for c = 0 .. 15
-template <int R, int P>
-OCTAVO_INLINE void add_chunk(Vec (&acc)[R][P], const float* x, std::int64_t x_stride, const bf16* const (&w)[P],
+//       in int8, the 16 w[2j][c] and then the 16 w[2j + 1][c]
+template <int R, int P, class W>
+OCTAVO_INLINE void add_chunk(Vec (&acc)[R][P], const float* x, std::int64_t x_stride, const W* const (&w)[P],
                              std::int64_t pair_stride, int pairs) {
   Vec even[R][P], odd[R][P];
   if constexpr (R * P <= kTogether) {

@@ -20,7 +20,7 @@ namespace {
 constexpr Kernels table(const char* name) {
   return {name,      matmul,           quantize,        quant_matmul,
           rms_norm,  rope,             gate_mul,        add,
-          attention<FmaProducts>, attention_pieces<FmaProducts>, attention_merge, softcap, to_bf16};
+          attention<FmaProducts>, attention_pieces<FmaProducts>, attention_merge, quantize_head, softcap, to_bf16};
 }
 
 }  // namespace

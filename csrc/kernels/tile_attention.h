@@ -23,30 +23,29 @@ struct TileProducts {
   static void end() { _tile_release(); }
 
   template <int P>
-  static void score(Tile& tile, int panel) {
+  static void score(Tile& tile, const bf16* const* keys, int panel) {
     for (int p = panel; p < panel + P; ++p) {
       if (tile.count > kTileRows) {
-        score_panel<true>(tile, p);
+        score_panel<true>(tile, keys[p], p);
       } else {
-        score_panel<false>(tile, p);
+        score_panel<false>(tile, keys[p], p);
       }
     }
   }
 
-  static void mix(Tile& tile, int first, int count, int begin, int end) {
+  static void mix(Tile& tile, const bf16* const* values, int first, int count, int begin, int end) {
     if (count < tile.count || begin >= end) {
-      FmaProducts::mix(tile, first, count, begin, end);  // the same bits
+      FmaProducts::mix(tile, values, first, count, begin, end);  // the same bits
     } else if (count > kTileRows) {
-      mix_panels<true>(tile, begin, end);
+      mix_panels<true>(tile, values, begin, end);
     } else {
-      mix_panels<false>(tile, begin, end);
+      mix_panels<false>(tile, values, begin, end);
     }
   }
 
  private:
   template <bool Lower>
-  static void score_panel(Tile& tile, int panel) {
-    const bf16* keys = tile.keys[panel];
+  static void score_panel(Tile& tile, const bf16* keys, int panel) {
     const std::int64_t stride = tile.dim * static_cast<std::int64_t>(sizeof(bf16));
     const bf16* lower = tile.query_bits + kTileRows * tile.dim;
     _tile_zero(0);
@@ -77,7 +76,7 @@ struct TileProducts {
 
   // The sums of 16 dimensions stay in tiles over all panels.
   template <bool Lower>
-  static void mix_panels(Tile& tile, int begin, int end) {
+  static void mix_panels(Tile& tile, const bf16* const* values, int begin, int end) {
     const std::int64_t out_stride = tile.dim * static_cast<std::int64_t>(sizeof(float));
     const std::int64_t value_stride = 2 * tile.dim * static_cast<std::int64_t>(sizeof(bf16));
     constexpr std::int64_t kWeightStride = kPiece * sizeof(bf16);
@@ -87,9 +86,9 @@ struct TileProducts {
       _tile_loadd(0, upper, out_stride);
       if constexpr (Lower) _tile_loadd(1, lower, out_stride);
       for (int panel = begin; panel < end; ++panel) {
-        if (d == 0 && panel + kAhead < end) fetch(tile.values[panel + kAhead], tile.dim);
+        if (d == 0 && panel + kAhead < end) fetch(values[panel + kAhead], tile.dim);
         const bf16* weights = tile.weight_bits + panel * kPanel;
-        _tile_loadd(7, tile.values[panel] + 2 * d, value_stride);
+        _tile_loadd(7, values[panel] + 2 * d, value_stride);
         _tile_loadd(5, weights, kWeightStride);
         _tile_dpbf16ps(0, 5, 7);
         if constexpr (Lower) {

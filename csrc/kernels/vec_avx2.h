@@ -91,6 +91,21 @@ OCTAVO_INLINE Vec load_odd(const bf16* p) {
           _mm256_castsi256_ps(_mm256_and_si256(load_pairs(p + 16), upper))};
 }
 
+// Sixteen whole numbers.
+OCTAVO_INLINE __m256 widen8(const std::int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+OCTAVO_INLINE Vec load(const std::int8_t* p) { return {widen8(p), widen8(p + 8)}; }
+// Numbers that are bfloat16 already, as sixteen pairs of them.
+OCTAVO_INLINE void store_pairs(bf16* p, __m256 even, __m256 odd) {
+  const __m256i pairs = _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(even), 16), _mm256_castps_si256(odd));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pairs);
+}
+OCTAVO_INLINE void store_pairs(bf16* p, Vec even, Vec odd) {
+  store_pairs(p, even.lo, odd.lo);
+  store_pairs(p + 16, even.hi, odd.hi);
+}
+
 // The nearest bfloat16's bits in the lower half, ties to even; NaN becomes kNanBits and a subnormal zero of its sign.
 OCTAVO_INLINE __m256i bf16_bits(__m256 x) {
   const __m256i u = _mm256_castps_si256(x);

@@ -75,6 +75,15 @@ OCTAVO_INLINE Vec load_odd(const bf16* p) {
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), upper))};
 }
 
+// Sixteen whole numbers.
+OCTAVO_INLINE Vec load(const std::int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+// Numbers that are bfloat16 already, as sixteen pairs of them.
+OCTAVO_INLINE void store_pairs(bf16* p, Vec even, Vec odd) {
+  _mm512_storeu_si512(p, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even.v), 16), _mm512_castps_si512(odd.v)));
+}
+
 // The nearest bfloat16's bits, ties to even; NaN becomes kNanBits and a subnormal becomes zero of its sign.
 OCTAVO_INLINE __m256i bf16_bits(Vec x) {
   const __mmask16 is_nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);

@@ -102,6 +102,25 @@ OCTAVO_INLINE U4 load_pairs(const bf16* p) {
 OCTAVO_INLINE Vec load_even(const bf16* p) { OCTAVO_QUARTERS(bits_as<F4>(load_pairs(p + 8 * i) << 16)); }
 OCTAVO_INLINE Vec load_odd(const bf16* p) { OCTAVO_QUARTERS(bits_as<F4>(load_pairs(p + 8 * i) & 0xffff0000u)); }
 
+// Sixteen whole numbers.
+OCTAVO_INLINE Vec load(const std::int8_t* p) {
+  using B4 = std::int8_t __attribute__((vector_size(4)));
+  Vec x;
+  for (int i = 0; i < 4; ++i) {
+    B4 b;
+    std::memcpy(&b, p + 4 * i, sizeof b);
+    x.v[i] = __builtin_convertvector(b, F4);
+  }
+  return x;
+}
+// Numbers that are bfloat16 already, as sixteen pairs of them.
+OCTAVO_INLINE void store_pairs(bf16* p, Vec even, Vec odd) {
+  for (int i = 0; i < 4; ++i) {
+    const U4 pairs = bits_as<U4>(even.v[i]) >> 16 | bits_as<U4>(odd.v[i]);
+    std::memcpy(p + 8 * i, &pairs, sizeof pairs);
+  }
+}
+
 // The nearest bfloat16's bits, ties to even; NaN becomes kNanBits and a subnormal becomes zero of its sign.
 OCTAVO_INLINE U4 bf16_bits(F4 x) {
   const U4 u = bits_as<U4>(x);

@@ -11,30 +11,60 @@ struct Shape {
   int position, count;  // of the query rows
   int window;
   float softcap;
+  KvType type = KvType::kBfloat16;
 };
 
-// Keys and values of one sequence, in random blocks of a cache whose other slots are all NaN.
+// A token's head as it is stored: numbers that are bfloat16, and what they are to be multiplied with.
+struct Head {
+  std::vector<float> numbers;
+  float scale = 1;
+};
+Head stored_head(const float* x, int dim, KvType type) {
+  Head head;
+  float most = 0;
+  for (int d = 0; d < dim; ++d) most = std::fmax(most, std::fabs(x[d]));
+  const bool small = most < 0x1p-100f;
+  for (int d = 0; d < dim; ++d) {
+    const float code = small ? 0.0f : static_cast<float>(std::nearbyint(static_cast<double>(x[d] * (127.0f / most))));
+    head.numbers.push_back(type == KvType::kInt8 ? code : x[d]);
+  }
+  if (type == KvType::kInt8) head.scale = small ? 0.0f : most / 127.0f;
+  return head;
+}
+
+// Keys and values of one sequence, in random blocks of a cache whose other slots are all NaN. In int8, `keys` and `values` are codes.
 struct Sequence {
   Sequence(Random& random, const Shape& s);
   // Puts the tokens from `seen` on into blocks of this size, one of which stays unused; what is before is NaN as well.
   void lay_out(Random& random, int block_size, int seen);
   float key(int token, int head, int d) const { return keys[(token * shape.kv_heads + head) * shape.head_dim + d]; }
   float value(int token, int head, int d) const { return values[(token * shape.kv_heads + head) * shape.head_dim + d]; }
+  float key_scale(int token, int head) const { return key_scales[token * shape.kv_heads + head]; }
+  float value_scale(int token, int head) const { return value_scales[token * shape.kv_heads + head]; }
   Attention arguments(Matrix<bf16>& q, Matrix<bf16>& out);
 
   Shape shape;
   int tokens;
   float scale;
-  std::vector<float> keys, values;  // [token][head][head_dim]
-  Buffer<bf16> key_blocks, value_blocks;
+  std::vector<float> keys, values;              // [token][head][head_dim]
+  std::vector<float> key_scales, value_scales;  // [token][head]
+  Buffer<std::uint8_t> key_blocks, value_blocks;
   std::vector<std::int32_t> table;
 };
 
 Sequence::Sequence(Random& random, const Shape& s)
     : shape(s), tokens(s.position + s.count), scale(1.5f / std::sqrt(static_cast<float>(s.head_dim))) {
-  for (int i = 0; i < tokens * s.kv_heads * s.head_dim; ++i) {
-    keys.push_back(random.real_bf16());
-    values.push_back(random.real_bf16(2));
+  for (int i = 0; i < tokens * s.kv_heads; ++i) {
+    std::vector<float> x(s.head_dim);
+    const float size = i % 50 == 7 ? 0.0f : 1.0f;  // a few heads are all zero
+    for (float& number : x) number = random.real_bf16(size);
+    const Head key = stored_head(x.data(), s.head_dim, s.type);
+    for (float& number : x) number = random.real_bf16(2 * size);
+    const Head value = stored_head(x.data(), s.head_dim, s.type);
+    keys.insert(keys.end(), key.numbers.begin(), key.numbers.end());
+    values.insert(values.end(), value.numbers.begin(), value.numbers.end());
+    key_scales.push_back(key.scale);
+    value_scales.push_back(value.scale);
   }
   lay_out(random, s.block_size, s.window > 0 ? s.position - s.window + 1 : 0);
 }
@@ -46,15 +76,28 @@ void Sequence::lay_out(Random& random, int block_size, int seen) {
   for (int i = 0; i <= blocks; ++i) table[i] = i;
   for (int i = blocks; i > 0; --i) std::swap(table[i], table[random.below(i + 1)]);
   table.resize(blocks);
-  key_blocks.assign((blocks + 1) * shape.kv_heads * block_size * dim, kPoison);
+  const bool codes = shape.type == KvType::kInt8;
+  const std::int64_t panel_bytes = codes ? 16 * (dim + 4) : 32 * dim;
+  key_blocks.assign((blocks + 1) * shape.kv_heads * panels * panel_bytes, 0xff);  // NaN, whatever it is read as
   value_blocks = key_blocks;
   for (int token = std::max(seen, 0); token < tokens; ++token) {
     const int slot = token % block_size % 16;
     for (int head = 0; head < shape.kv_heads; ++head) {
       const int panel = (table[token / block_size] * shape.kv_heads + head) * panels + token % block_size / 16;
+      std::uint8_t *keys_of = &key_blocks[panel * panel_bytes], *values_of = &value_blocks[panel * panel_bytes];
       for (int d = 0; d < dim; ++d) {
-        key_blocks[panel * 16 * dim + d / 2 * 32 + slot * 2 + d % 2] = nearest_bf16(key(token, head, d));
-        value_blocks[panel * 16 * dim + slot / 2 * 2 * dim + d * 2 + slot % 2] = nearest_bf16(value(token, head, d));
+        if (codes) {
+          keys_of[d * 16 + slot] = static_cast<std::uint8_t>(static_cast<int>(key(token, head, d)));
+          values_of[slot / 2 * 2 * dim + d / 16 * 32 + slot % 2 * 16 + d % 16] =
+              static_cast<std::uint8_t>(static_cast<int>(value(token, head, d)));
+        } else {
+          reinterpret_cast<bf16*>(keys_of)[d / 2 * 32 + slot * 2 + d % 2] = nearest_bf16(key(token, head, d));
+          reinterpret_cast<bf16*>(values_of)[slot / 2 * 2 * dim + d * 2 + slot % 2] = nearest_bf16(value(token, head, d));
+        }
+      }
+      if (codes) {
+        reinterpret_cast<float*>(keys_of + 16 * dim)[slot] = key_scale(token, head);
+        reinterpret_cast<float*>(values_of + 16 * dim)[slot] = value_scale(token, head);
       }
     }
   }
@@ -65,8 +108,9 @@ Attention Sequence::arguments(Matrix<bf16>& q, Matrix<bf16>& out) {
   Attention a;
   a.q = view(q);
   a.out = view(out);
-  const std::int64_t stride = std::int64_t{shape.kv_heads} * shape.head_dim * shape.block_size;
-  a.cache = {key_blocks.data(), value_blocks.data(), shape.kv_heads, shape.head_dim, shape.block_size, stride};
+  const std::int64_t panel_bytes = shape.type == KvType::kInt8 ? 16 * (shape.head_dim + 4) : 32 * shape.head_dim;
+  const std::int64_t stride = shape.kv_heads * panel_bytes * (shape.block_size / 16);
+  a.cache = {key_blocks.data(), value_blocks.data(), shape.kv_heads, shape.head_dim, shape.block_size, stride, shape.type};
   a.block_table = table.data();
   a.heads = shape.group * shape.kv_heads;
   a.count = shape.count;
@@ -90,13 +134,21 @@ Piece piece_rule(const Sequence& s, const float* query, int kv_head, int first, 
   const int dim = s.shape.head_dim, begin = first / kPiece * kPiece;
   float weights[kPiece] = {}, largest = -INFINITY;
   for (int t = first; t <= last; ++t) {
-    float score = matrix_rule(query, &s.keys[(t * s.shape.kv_heads + kv_head) * dim], dim) * s.scale;
+    float score = matrix_rule(query, &s.keys[(t * s.shape.kv_heads + kv_head) * dim], dim);
+    score = score * s.key_scale(t, kv_head);  // one in bfloat16
+    score = score * s.scale;
     if (s.shape.softcap != 0) score = softcap_rule(score, s.shape.softcap);
     weights[t - begin] = score;
     largest = score > largest ? score : largest;
   }
-  for (int t = first; t <= last; ++t) weights[t - begin] = widen(nearest_bf16(exp_rule(weights[t - begin] - largest)));
-  Piece piece{largest, lane_sum(kPiece, [&](int i) { return weights[i]; }), {}};
+  float shares[kPiece] = {};
+  for (int t = first; t <= last; ++t) {
+    const float share = exp_rule(weights[t - begin] - largest);
+    const float weight = share * s.value_scale(t, kv_head);
+    weights[t - begin] = widen(nearest_bf16(weight));
+    shares[t - begin] = s.shape.type == KvType::kInt8 ? share : weights[t - begin];
+  }
+  Piece piece{largest, lane_sum(kPiece, [&](int i) { return shares[i]; }), {}};
   for (int d = 0; d < dim; ++d) {
     float values[kPiece] = {};  // what is not seen has weight zero, and zero is all that it adds
     for (int t = first; t <= last; ++t) values[t - begin] = s.value(t, kv_head, d);
@@ -143,7 +195,8 @@ struct Expected {
 //   sums     within a piece a total takes 16 + 4 roundings, a weighted sum 8 + 16; each merge adds exp's 2 u and 2
 //            more, and the division 1: (25 + 4 pieces) u
 // Result: a quotient of two sums whose terms are off by d each, so by 2 d (1 + d) of the sum of sizes; rounded once at
-// the end. Weights under e^-87 are dropped, which is nothing next to b.
+// the end. Weights under e^-87 are dropped, which is nothing next to b. In int8 two products with scales add 2 u, which is less than
+// what the score's and the sums' bounds have to spare; exact are the numbers as stored.
 std::vector<Expected> expect(const Sequence& s, const float* query, int kv_head, int last) {
   const int dim = s.shape.head_dim, first = first_seen(s, last);
   const double cap = s.shape.softcap;
@@ -152,7 +205,7 @@ std::vector<Expected> expect(const Sequence& s, const float* query, int kv_head,
   for (int t = first; t <= last; ++t) {
     double score = 0, size = 0;
     for (int d = 0; d < dim; ++d) {
-      const double product = static_cast<double>(query[d]) * s.key(t, kv_head, d);
+      const double product = static_cast<double>(query[d]) * s.key(t, kv_head, d) * s.key_scale(t, kv_head);
       score += product;
       size += std::fabs(product);
     }
@@ -173,8 +226,9 @@ std::vector<Expected> expect(const Sequence& s, const float* query, int kv_head,
   for (int d = 0; d < dim; ++d) {
     double exact = 0, size = 0;
     for (int t = first; t <= last; ++t) {
-      exact += weights[t - first] * s.value(t, kv_head, d) / total;
-      size += weights[t - first] * std::fabs(s.value(t, kv_head, d)) / total;
+      const double value = static_cast<double>(s.value(t, kv_head, d)) * s.value_scale(t, kv_head);
+      exact += weights[t - first] * value / total;
+      size += weights[t - first] * std::fabs(value) / total;
     }
     expected.push_back({exact, rounded(exact, (2 * relative * (1 + relative) + 2 * sums) * size)});
   }
@@ -183,8 +237,9 @@ std::vector<Expected> expect(const Sequence& s, const float* query, int kv_head,
 
 // Some rows before and after the sequence's belong to others.
 void test_shape(Test& t, const Shape& s) {
-  t.begin("attention group=%d kv_heads=%d head_dim=%d block_size=%d position=%d count=%d window=%d softcap=%g", s.group,
-          s.kv_heads, s.head_dim, s.block_size, s.position, s.count, s.window, static_cast<double>(s.softcap));
+  t.begin("attention group=%d kv_heads=%d head_dim=%d block_size=%d position=%d count=%d window=%d softcap=%g int8=%d", s.group,
+          s.kv_heads, s.head_dim, s.block_size, s.position, s.count, s.window, static_cast<double>(s.softcap),
+          s.type == KvType::kInt8);
   constexpr int kBefore = 2, kAfter = 1;
   Random random(s.position + s.head_dim);
   Sequence sequence(random, s);
@@ -218,8 +273,8 @@ void expect_same(Test& t, const Matrix<bf16>& whole, const Matrix<bf16>& part, R
 }
 
 // A prefill in one piece, in chunks, row by row, a head at a time, and through other blocks: always the same bits.
-void test_independence(Test& t) {
-  const Shape s{3, 2, 32, 16, 0, 300, 270, 0};
+void test_independence(Test& t, KvType type) {
+  const Shape s{3, 2, 32, 16, 0, 300, 270, 0, type};
   Random random(7);
   Sequence sequence(random, s);
   const int width = s.group * s.kv_heads * s.head_dim, columns = s.group * s.head_dim;
@@ -276,6 +331,34 @@ void test_pieces(Test& t, const Shape& s) {
   expect_same(t, whole, joined, {0, s.count}, {0, width});
 }
 
+void test_quantize_head(Test& t) {
+  t.begin("keys and values in int8");
+  Random random(3);
+  for (const int dim : {16, 64, 80, 256}) {
+    for (const float size : {1.0f, 100.0f, 0x1p-90f, 0x1p-110f, 0.0f, INFINITY}) {
+      Buffer<bf16> x(dim);
+      std::vector<float> wide(dim);
+      for (int d = 0; d < dim; ++d) {
+        x[d] = nearest_bf16(std::isinf(size) ? (d == 5 ? size : 1.0f) : random.real(size));
+        wide[d] = widen(x[d]);
+      }
+      Buffer<std::int8_t> codes(dim, 99);
+      const float scale = t.kernels.quantize_head(x.data(), dim, codes.data());
+      if (std::isinf(size)) {
+        t.check(std::isnan(scale), "infinity is told");
+        continue;
+      }
+      const Head head = stored_head(wide.data(), dim, KvType::kInt8);
+      t.same(scale, head.scale, "the scale", dim, 0);
+      for (int d = 0; d < dim; ++d) {
+        t.same(static_cast<float>(codes[d]), head.numbers[d], "the rule", dim, d);
+        t.near(static_cast<double>(codes[d]) * scale, wide[d], (0.5001 * scale) + (size < 0x1p-100f ? size : 0), dim, d);
+        t.result(static_cast<std::int32_t>(codes[d]));
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void test_attention(Test& t) {
@@ -285,11 +368,15 @@ void test_attention(Test& t) {
       {3, 2, 80, 48, 530, 4, 100, 0},   {7, 2, 32, 16, 255, 3, 257, 5}, {1, 1, 256, 16, 600, 2, 512, 0},
       {3, 1, 64, 16, 10, 6, 1, 0},      {1, 1, 32, 16, 770, 1, 0, 0},   {7, 1, 64, 32, 40, 9, 33, 0},
       {1, 3, 128, 16, 254, 20, 250, 50}};
-  for (const Shape& s : kShapes) test_shape(t, s);
-  test_independence(t);
+  constexpr KvType kTypes[] = {KvType::kBfloat16, KvType::kInt8};
+  for (Shape s : kShapes)
+    for (const KvType type : kTypes) s.type = type, test_shape(t, s);
+  for (const KvType type : kTypes) test_independence(t, type);
   constexpr Shape kLong[] = {
       {1, 1, 48, 16, 1099, 1, 0, 0}, {3, 2, 32, 16, 1060, 40, 300, 0}, {7, 1, 64, 32, 765, 5, 0, 20}};
-  for (const Shape& s : kLong) test_pieces(t, s);
+  for (Shape s : kLong)
+    for (const KvType type : kTypes) s.type = type, test_pieces(t, s);
+  test_quantize_head(t);
 }
 
 }  // namespace octavo::testing

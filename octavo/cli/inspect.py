@@ -72,7 +72,7 @@ def _facts(checkpoint: Checkpoint, model: ModelConfig, tokenizer: Tokenizer) -> 
         "vocabulary": f"{tokenizer.vocab_size} tokens, {model.vocab_size} rows",
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_ids": sorted(tokenizer.eos_token_ids),
-        "kv_bytes_per_token": f"{_kv_bytes(model, 2)} in bfloat16, {_kv_bytes(model, 4)} in float32",
+        "kv_bytes_per_token": _kv_bytes(model),
         "chat_templates": ", ".join(tokenizer.chat_templates) or None,
         "unused_tensors": checkpoint.unused,
     }
@@ -107,5 +107,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return total
 
 
-def _kv_bytes(model: ModelConfig, width: int) -> int:
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * width
+def _kv_bytes(model: ModelConfig) -> str:
+    heads, head_dim = 2 * model.num_layers * model.num_kv_heads, model.head_dim
+    in_int8 = heads * (head_dim + 4)  # with a float32 scale
+    return f"{heads * head_dim * 2} in bfloat16, {heads * head_dim * 4} in float32, {in_int8} in int8"

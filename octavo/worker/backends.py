@@ -110,6 +110,10 @@ def _torch_backend(
                 f"{name}={getattr(config, name)!r} is of backend='cpu'; leave it out with backend='torch', which "
                 "expands weights to dtype"
             )
+    if config.kv_cache_dtype == "int8":
+        raise ConfigError(
+            "kv_cache_dtype='int8' is of backend='cpu'; backend='torch' stores float32 or bfloat16: use one of them, or 'auto'"
+        )
     device = resolve_device(config.device)
     dtype = config.dtype
     if dtype == "auto":

@@ -30,6 +30,7 @@ def load_native(
     cascade: bool = True,
     quantization: str | None = None,
     activation_dtype: str = "int8",
+    kv_cache_dtype: str = "bfloat16",
     stored: Sequence[str] = (),
 ) -> CpuBackend:
     """`stored`: formats that the matrices take in turn, filled at random; without any, they are as in the file."""
@@ -38,7 +39,7 @@ def load_native(
     return CpuBackend(
         traced,
         stored_at_random(tensors, stored) if stored else tensors,
-        kv_cache_dtype="bfloat16",
+        kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         num_threads=num_threads,
         vocab_size=traced.output.width or 0,
@@ -96,7 +97,7 @@ class NativePaged(Paged):
     def _spoil(self, blocks: slice | list[int]) -> None:
         for cache in self._caches:
             for part in cache:
-                part[blocks] = NAN
+                part[blocks] = NAN if part.itemsize == 2 else 0xFF  # of scales, a NaN as well
 
     def step(self, work: dict[str, Sequence[int]]) -> dict[str, Logits]:
         batch = self.batch(work)

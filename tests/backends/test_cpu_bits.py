@@ -20,6 +20,7 @@ from tests.backends.paged import Logits
 
 MODELS = ("llama-biases", "mistral-window", "gemma3-variations")
 LONGEST = 300  # more than a piece of attention
+KV_CACHES = ("bfloat16", "int8")
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +33,12 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CpuBackend]:
 
 
 @pytest.fixture(scope="module")
-def alone(load: Callable[..., CpuBackend]) -> Callable[[str, int], Logits]:
+def alone(load: Callable[..., CpuBackend]) -> Callable[..., Logits]:
     """Logits of `prompt(LONGEST, seed)`: the plainest kernels, nothing fused, one thread, one sequence, one step."""
     return cache(
-        lambda name, seed: NativePaged(load(name, isa="portable", fuse=False)).logits(prompt(LONGEST, seed=seed))
+        lambda name, seed, kv_cache_dtype="bfloat16": NativePaged(
+            load(name, isa="portable", fuse=False, kv_cache_dtype=kv_cache_dtype)
+        ).logits(prompt(LONGEST, seed=seed))
     )
 
 
@@ -46,7 +49,9 @@ def assert_same_bits(found: Logits, expected: Logits) -> None:
 def test_reference_holds_no_nan(alone: Callable[[str, int], Logits]) -> None:
     """The cache is full of them; none may come through."""
     for name in MODELS:
-        assert np.isfinite(alone(name, 0)).all()
+        exact, in_int8 = alone(name, 0), alone(name, 0, "int8")
+        assert np.isfinite(exact).all()
+        assert 0 < np.abs(in_int8 - exact).mean() < 0.05 * exact.std()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -56,6 +61,7 @@ def test_reference_holds_no_nan(alone: Callable[[str, int], Logits]) -> None:
     fuse=st.booleans(),
     num_threads=st.integers(1, 4),
     block_size=st.sampled_from([16, 32, 64]),
+    kv_cache_dtype=st.sampled_from(["bfloat16", "int8"]),
     data=st.data(),
 )
 def test_any_workload(
@@ -66,9 +72,11 @@ def test_any_workload(
     fuse: bool,
     num_threads: int,
     block_size: int,
+    kv_cache_dtype: str,
     data: st.DataObject,
 ) -> None:
-    backend = load(name, isa=isa, fuse=fuse, num_threads=num_threads, block_size=block_size)
+    options = {"num_threads": num_threads, "block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
+    backend = load(name, isa=isa, fuse=fuse, **options)
     paged = NativePaged(backend, block_size=block_size, num_blocks=128, seed=data.draw(st.integers(0, 99), "blocks"))
     lengths = {str(i): data.draw(st.integers(1, LONGEST), f"length {i}") for i in range(data.draw(st.integers(1, 5)))}
     done = dict.fromkeys(lengths, 0)
@@ -82,7 +90,7 @@ def test_any_workload(
             size = data.draw(st.sampled_from([1, 1, 7, 16, 17, 64, LONGEST]), "chunk")
             work[key] = prompt(LONGEST, seed=int(key))[done[key] : min(done[key] + size, lengths[key])]
         for key, logits in paged.step(work).items():
-            assert_same_bits(logits, alone(name, int(key))[done[key] : done[key] + len(logits)])
+            assert_same_bits(logits, alone(name, int(key), kv_cache_dtype)[done[key] : done[key] + len(logits)])
             done[key] += len(logits)
         victim = data.draw(st.sampled_from([None, None, None, *running]), "preempted")
         if victim is not None and lengths[victim] < LONGEST:  # a long one is not begun again and again
@@ -91,14 +99,16 @@ def test_any_workload(
             lengths[victim] = min(lengths[victim] + 30, LONGEST)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", KV_CACHES)
 @pytest.mark.parametrize("chunk", [1, 7, 16, 17])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_instruction_set_and_chunk_size(
-    load: Callable[..., CpuBackend], alone: Callable[[str, int], Logits], name: str, chunk: int
+    load: Callable[..., CpuBackend], alone: Callable[..., Logits], name: str, chunk: int, kv_cache_dtype: str
 ) -> None:
     for isa in isas():
-        found = NativePaged(load(name, isa=isa, num_threads=2)).logits(prompt(LONGEST, seed=1)[:120], chunk)
-        assert_same_bits(found, alone(name, 1)[:120])
+        paged = NativePaged(load(name, isa=isa, num_threads=2, kv_cache_dtype=kv_cache_dtype))
+        found = paged.logits(prompt(LONGEST, seed=1)[:120], chunk)
+        assert_same_bits(found, alone(name, 1, kv_cache_dtype)[:120])
 
 
 def test_two_engines_at_once(load: Callable[..., CpuBackend], alone: Callable[[str, int], Logits]) -> None:
@@ -114,40 +124,48 @@ def test_two_engines_at_once(load: Callable[..., CpuBackend], alone: Callable[[s
     assert_same_bits(results[1], alone("gemma3-variations", 2))
 
 
+@pytest.mark.parametrize("kv_cache_dtype", KV_CACHES)
 @pytest.mark.parametrize("name", ["llama-one-kv-head", "gemma3"])
-def test_a_long_context_that_threads_share(tmp_path: Path, name: str) -> None:
+def test_a_long_context_that_threads_share(tmp_path: Path, name: str, kv_cache_dtype: str) -> None:
     """Five pieces of 256 positions and few KV heads: each thread takes some pieces of one row's attention."""
     path = make(name, tmp_path, head_dim=16, max_position_embeddings=2048).path
     tokens = prompt(1100, seed=3)
-    expected = NativePaged(load_native(path, isa="portable", fuse=False), num_blocks=80).logits(tokens)
+    plain = load_native(path, isa="portable", fuse=False, kv_cache_dtype=kv_cache_dtype)
+    expected = NativePaged(plain, num_blocks=80).logits(tokens)
     for num_threads in (2, 5):
-        paged = NativePaged(load_native(path, num_threads=num_threads), num_blocks=160)
+        backend = load_native(path, num_threads=num_threads, kv_cache_dtype=kv_cache_dtype)
+        paged = NativePaged(backend, num_blocks=160)
         paged.step({"long": tokens[:1090], "other": tokens[:7]})
         for i in range(1090, 1100):
             assert_same_bits(paged.step({"long": tokens[i : i + 1]})["long"], expected[i : i + 1])
 
 
+@pytest.mark.parametrize("kv_cache_dtype", KV_CACHES)
 @pytest.mark.parametrize("name", MODELS)
-def test_fast_math_gives_up_other_tables_bits_and_nothing_else(load: Callable[..., CpuBackend], name: str) -> None:
+def test_fast_math_gives_up_other_tables_bits_and_nothing_else(
+    load: Callable[..., CpuBackend], name: str, kv_cache_dtype: str
+) -> None:
     if all(fast_table(isa) == isa for isa in isas()):
         pytest.skip("this machine has no table of fast math")
     tokens = prompt(LONGEST, seed=4)
     isa = next(isa for isa in isas() if fast_table(isa) != isa)
-    plain = NativePaged(load(name, isa=isa, fast_math=True, fuse=False)).logits(tokens)
-    paged = NativePaged(load(name, isa=isa, fast_math=True, num_threads=3))
+    options = {"isa": isa, "kv_cache_dtype": kv_cache_dtype}
+    plain = NativePaged(load(name, fast_math=True, fuse=False, **options)).logits(tokens)
+    paged = NativePaged(load(name, fast_math=True, num_threads=3, **options))
     paged.step({"mate": tokens[:77]})
     for first in range(0, LONGEST, 23):
         found = paged.step({"own": tokens[first : first + 23], "other" + str(first): tokens[:5]})["own"]
         assert_same_bits(found, plain[first : first + 23])
-    exact = NativePaged(load(name, isa=isa)).logits(tokens)
+    exact = NativePaged(load(name, **options)).logits(tokens)
     assert 0 < np.abs(exact - plain).max() < 0.1 * exact.std()
 
 
+@pytest.mark.parametrize("kv_cache_dtype", KV_CACHES)
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "llama-one-kv-head", "gemma3"])
 def test_what_sequences_share_is_read_once_and_gives_the_same_bits(
-    load: Callable[..., CpuBackend], name: str, num_threads: int, isa: str
+    load: Callable[..., CpuBackend], name: str, num_threads: int, isa: str, kv_cache_dtype: str
 ) -> None:
     """A tree of prefixes: b has 2 pieces of a, c 1 piece of a, d 3 pieces of b; beside them e, which shares nothing."""
     texts = {key: prompt(850, seed=i) for i, key in enumerate("abcde", 10)}
@@ -157,7 +175,7 @@ def test_what_sequences_share_is_read_once_and_gives_the_same_bits(
     layers = {"llama": 3, "llama-one-kv-head": 3, "gemma3": 1}[name]  # without a window
     found = []
     for cascade in (False, True):
-        backend = load(name, isa=isa, num_threads=num_threads, cascade=cascade)
+        backend = load(name, isa=isa, num_threads=num_threads, cascade=cascade, kv_cache_dtype=kv_cache_dtype)
         paged = NativePaged(backend, num_blocks=300)
         paged.step({key: texts[key][:800] for key in "ae"})
         for new, old, pieces in forks:

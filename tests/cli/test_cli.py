@@ -249,7 +249,7 @@ class TestInspect:
         code, out, _ = octavo(capsys, "inspect", tiny_llama)
         assert code == 0
         assert "6 query, 2 key-value, 16 wide" in out
-        assert "256 in bfloat16, 512 in float32" in out
+        assert "256 in bfloat16, 512 in float32," in out
 
     def test_json(self, capsys, smollm2) -> None:
         code, out, _ = octavo(capsys, "inspect", smollm2.path, "--json")

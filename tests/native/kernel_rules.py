@@ -96,22 +96,48 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     return (x * (F32(1) / np.sqrt(mean + F32(eps)))[..., None]) * weight
 
 
-def attend(q: Floats, keys: Floats, values: Floats, first: int, last: int, scale: float, softcap: float) -> Floats:
-    """One query [head_dim] over positions first .. last of keys and values [positions, head_dim], not yet rounded."""
+def quantize_heads(x: Floats) -> tuple[Floats, Floats]:
+    """x [..., head_dim] as it is stored in int8: codes, as floats, and scales [...]."""
+    largest = np.abs(x).max(-1)
+    small = largest < F32(2.0**-100)
+    inverse = np.where(small, F32(0), F32(127) / np.where(small, F32(1), largest))
+    return np.rint(x * inverse[..., None]), np.where(small, F32(0), largest / F32(127))
+
+
+def attend(
+    q: Floats,
+    keys: Floats,
+    values: Floats,
+    first: int,
+    last: int,
+    scale: float,
+    softcap: float,
+    scales: tuple[Floats, Floats] | None = None,
+) -> Floats:
+    """One query [head_dim] over positions first .. last of keys and values [positions, head_dim], not yet rounded.
+
+    Args:
+        scales: of keys and values [positions] in int8, which are then codes.
+    """
     dim = len(q)
     top, total, result = F32(0), F32(0), np.zeros(dim, F32)
     for start in range(first // PIECE * PIECE, last + 1, PIECE):
         t = np.arange(max(first, start), min(last + 1, start + PIECE))
-        scores = matrix_rule(q[None], keys[t])[0] * F32(scale)
+        scores = matrix_rule(q[None], keys[t])[0]
+        if scales:
+            scores = scores * scales[0][t]
+        scores = scores * F32(scale)
         if softcap:
             scores = tanh(scores / F32(softcap)) * F32(softcap)
         largest = scores.max()
         weights = np.zeros(PIECE, F32)
-        weights[t - start] = rounded(exp(scores - largest))
+        shares = np.zeros(PIECE, F32)
+        shares[t - start] = exp(scores - largest)
+        weights[t - start] = rounded(shares[t - start] * scales[1][t] if scales else shares[t - start])
         seen = np.zeros((PIECE, dim), F32)
         seen[t - start] = values[t]
         mixed = matrix_rule(weights[None], np.ascontiguousarray(seen.T), chunk=16)[0]
-        sums = lane_sum(weights)
+        sums = lane_sum(shares if scales else weights)
         if start <= first:
             top, total, result = largest, sums, mixed
             continue

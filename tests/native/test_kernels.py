@@ -374,10 +374,23 @@ def test_silu_of_any_bfloat16(table: str) -> None:
 
 
 class Cache:
-    """Keys and values of one sequence in a paged cache whose other slots are all NaN."""
+    """Keys and values of one sequence in a paged cache whose other slots are all NaN; with `codes` in int8."""
 
-    def __init__(self, rng: np.random.Generator, tokens: int, kv_heads: int, head_dim: int, block_size: int) -> None:
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        tokens: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        codes: bool = False,
+    ) -> None:
         self.keys, self.values = normal(rng, tokens, kv_heads, head_dim), normal(rng, tokens, kv_heads, head_dim)
+        self.scales: tuple[Floats, Floats] | None = None
+        if codes:
+            (self.keys, key_scales), (self.values, value_scales) = map(rules.quantize_heads, (self.keys, self.values))
+            self.scales = key_scales, value_scales
+        self.largest = np.abs(self.values * (self.scales[1][..., None] if self.scales else 1)).max()
         self.block_size = block_size
         self.lay_out(rng)
 
@@ -387,6 +400,9 @@ class Cache:
         blocks = -(-tokens // self.block_size)
         self.table = rng.permutation(blocks + 1)[:blocks].astype(np.int32)
         panels = self.block_size // 16
+        if self.scales:
+            self.lay_out_codes(blocks, panels)
+            return
         keys = np.full((blocks + 1, kv_heads, panels, dim // 2, 16, 2), POISON, np.uint16)
         values = np.full((blocks + 1, kv_heads, panels, 8, dim, 2), POISON, np.uint16)
         for t in range(tokens):
@@ -395,10 +411,28 @@ class Cache:
             values[block, :, slot // 16, slot % 16 // 2, :, slot % 2] = rules.to_bf16(self.values[t])
         self.packed_keys, self.packed_values = keys, values
 
+    def lay_out_codes(self, blocks: int, panels: int) -> None:
+        tokens, kv_heads, dim = self.keys.shape
+        keys, values = np.full((2, blocks + 1, kv_heads, panels, 16 * (dim + 4)), 0xFF, np.uint8)
+        for t in range(tokens):
+            place, lane = (self.table[t // self.block_size], slice(None), t % self.block_size // 16), t % 16
+            codes = self.keys[t].astype(np.int8).view(np.uint8), self.values[t].astype(np.int8).view(np.uint8)
+            keys[place][:, lane : 16 * dim : 16] = codes[0]
+            halves = values[place][:, : 16 * dim].reshape(kv_heads, 8, dim // 16, 2, 16)
+            halves[:, lane // 2, :, lane % 2] = codes[1].reshape(kv_heads, -1, 16)
+            values[place][:, : 16 * dim] = halves.reshape(kv_heads, -1)
+            for part, scales in zip((keys, values), self.scales or (), strict=True):
+                part[place][:, 16 * dim :].view(F32)[:, lane] = scales[t]
+        self.packed_keys, self.packed_values = keys, values
+
     def poison(self, before: int) -> None:
         """What a window has left behind: positions that are never seen again."""
         for t in range(before):
             block, slot = self.table[t // self.block_size], t % self.block_size
+            if self.scales:
+                for part in (self.packed_keys, self.packed_values):
+                    part[block, :, slot // 16, 16 * self.keys.shape[2] :].view(F32)[:, slot % 16] = np.nan
+                continue
             self.packed_keys[block, :, slot // 16, :, slot % 16, :] = POISON
             self.packed_values[block, :, slot // 16, slot % 16 // 2, :, slot % 2] = POISON
 
@@ -422,7 +456,10 @@ class Cache:
             seen = max(0, last - window + 1) if window else 0
             kv = head * kv_heads // heads
             query = q[row, head * dim : (head + 1) * dim]
-            want[row, head] = rules.attend(query, self.keys[:, kv], self.values[:, kv], seen, last, scale, softcap)
+            scales = self.scales and (self.scales[0][:, kv], self.scales[1][:, kv])
+            want[row, head] = rules.attend(
+                query, self.keys[:, kv], self.values[:, kv], seen, last, scale, softcap, scales
+            )
         return rules.to_bf16(want).reshape(len(q), -1)
 
 
@@ -436,6 +473,7 @@ class Cache:
     count=st.integers(1, 9),
     window=st.sampled_from([0, 1, 5, 16, 33]),
     softcap=st.sampled_from([0.0, 5.0]),
+    codes=st.booleans(),
     seed=st.integers(0, 1 << 30),
 )
 def test_attention_is_the_rule_bit_for_bit(
@@ -447,11 +485,12 @@ def test_attention_is_the_rule_bit_for_bit(
     count: int,
     window: int,
     softcap: float,
+    codes: bool,
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
     heads = group * kv_heads
-    cache = Cache(rng, position + count, kv_heads, head_dim, block_size)
+    cache = Cache(rng, position + count, kv_heads, head_dim, block_size, codes)
     q = normal(rng, count + 3, heads * head_dim, scale=2)
     options = {"window": window, "scale": head_dim**-0.5, "softcap": softcap}
     want = cache.expect(q[2 : 2 + count], heads, position, **options)
@@ -464,9 +503,10 @@ def test_attention_is_the_rule_bit_for_bit(
 
 @pytest.mark.parametrize("window", [0, 100, 255, 256, 257, 512])
 @pytest.mark.parametrize("position", [254, 510, 600])
-def test_attention_across_pieces(window: int, position: int) -> None:
+@pytest.mark.parametrize("codes", [False, True])
+def test_attention_across_pieces(codes: bool, window: int, position: int) -> None:
     rng = np.random.default_rng(window)
-    cache = Cache(rng, position + 4, 1, 32, 16)
+    cache = Cache(rng, position + 4, 1, 32, 16, codes)
     q = normal(rng, 4, 3 * 32, scale=3)
     options = {"window": window, "scale": 0.2, "softcap": 0.0}
     want = cache.expect(q, 3, position, **options)
@@ -477,11 +517,12 @@ def test_attention_across_pieces(window: int, position: int) -> None:
 
 
 @each_table
+@pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("group", [1, 3, 7])
-def test_attention_does_not_depend_on_chunks_ranges_or_blocks(table: str, group: int) -> None:
+def test_attention_does_not_depend_on_chunks_ranges_or_blocks(table: str, group: int, codes: bool) -> None:
     rng, dim, count, kv_heads = np.random.default_rng(group), 64, 300, 2
     heads = group * kv_heads
-    cache = Cache(rng, count, kv_heads, dim, 16)
+    cache = Cache(rng, count, kv_heads, dim, 16, codes)
     q = normal(rng, count, heads * dim, scale=2)
     options = {"scale": 0.125, "window": 270}
     whole = cache.attend(table, q, heads, 0, count, position=0, **options)
@@ -502,11 +543,14 @@ def test_attention_does_not_depend_on_chunks_ranges_or_blocks(table: str, group:
 
 
 @each_table
+@pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize(("group", "count"), [(1, 1), (3, 1), (7, 5), (3, 40)])
-def test_attention_in_pieces_that_are_joined_is_attention(table: str, group: int, count: int, window: int) -> None:
+def test_attention_in_pieces_that_are_joined_is_attention(
+    table: str, group: int, count: int, window: int, codes: bool
+) -> None:
     rng, dim, tokens = np.random.default_rng(group), 48, 1100
-    cache = Cache(rng, tokens, 2, dim, 16)
+    cache = Cache(rng, tokens, 2, dim, 16, codes)
     q = normal(rng, count, 2 * group * dim, scale=2)
     options = {"scale": 0.2, "window": window, "position": tokens - count}
     whole = cache.attend(table, q, 2 * group, 0, count, **options)
@@ -515,6 +559,23 @@ def test_attention_in_pieces_that_are_joined_is_attention(table: str, group: int
     runs = cuts(rng, 5 - first)
     pieces = [(first + runs[i][0], first + runs[i][1]) for i in rng.permutation(len(runs))]
     np.testing.assert_array_equal(cache.attend(table, q, 2 * group, 0, count, pieces=pieces, **options), whole)
+
+
+@each_table
+@pytest.mark.parametrize("dim", [16, 64, 80, 256])
+@pytest.mark.parametrize("size", [1.0, 1000.0, 2.0**-90, 2.0**-110, 0.0])
+def test_a_stored_head_is_the_rule_bit_for_bit(table: str, dim: int, size: float) -> None:
+    x = normal(np.random.default_rng(dim), 20, dim, scale=size)
+    x[3] = 0
+    want, scales = rules.quantize_heads(x)
+    for row, codes, scale in zip(rules.to_bf16(x), want, scales, strict=True):
+        got = np.full(dim, 99, np.int8)
+        assert kernels.quantize_head(table, row, got) == scale
+        np.testing.assert_array_equal(got, codes)
+    assert np.abs(want).max() == (0 if size < 2.0**-100 else 127)
+    assert np.isnan(
+        kernels.quantize_head(table, rules.to_bf16(np.array([1.0, np.inf] * 8, F32)), np.empty(16, np.int8))
+    )
 
 
 @pytest.mark.parametrize(("head_dim", "softcap"), [(64, 0.0), (256, 0.0), (128, 50.0)])
@@ -565,17 +626,20 @@ def test_fast_products_are_near_float64_and_rows_do_not_depend_on_each_other(m: 
 
 
 @pytest.mark.skipif(not FAST, reason="this machine has no table of fast math")
+@pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize(("group", "dim", "window"), [(1, 64, 0), (3, 48, 270), (7, 256, 0)])
-def test_fast_attention_is_near_the_rule_and_does_not_depend_on_chunks(group: int, dim: int, window: int) -> None:
+def test_fast_attention_is_near_the_rule_and_does_not_depend_on_chunks(
+    group: int, dim: int, window: int, codes: bool
+) -> None:
     rng, count = np.random.default_rng(group), 600
-    cache = Cache(rng, count, 1, dim, 16)
+    cache = Cache(rng, count, 1, dim, 16, codes)
     q = normal(rng, count, group * dim, scale=2)
     options = {"scale": dim**-0.5, "window": window}
     for table in FAST:
         whole = cache.attend(table, q, group, 0, count, position=0, **options)
         rule = rules.from_bf16(cache.attend("portable", q, group, 0, count, position=0, **options))
         # Scores differ by float32 roundings, so that a weight may round the other way; the result rounds once more.
-        assert (np.abs(rules.from_bf16(whole) - rule) <= 4 * BF16_UNIT * np.abs(cache.values).max()).all()
+        assert (np.abs(rules.from_bf16(whole) - rule) <= 4 * BF16_UNIT * cache.largest).all()
         for begin, end in cuts(rng, count):
             part = cache.attend(table, q, group, begin, end - begin, position=begin, **options)
             np.testing.assert_array_equal(part, whole[begin:end])

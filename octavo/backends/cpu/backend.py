@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +40,7 @@ class CpuBackend(Backend):
         quantization: None holds each matrix at its file's own width; "none" expands all to bfloat16, "int8" makes them
             int8 in groups of 32 input channels.
         activation_dtype: in products with weights in few bits: "int8" or "int16" (in groups of 32), or "bfloat16".
-        kv_cache_dtype: of stored keys and values: "bfloat16".
+        kv_cache_dtype: of stored keys and values: "bfloat16", or "int8" with a float32 scale for each token and KV head.
         block_size: tokens per KV block, a multiple of 16.
         num_threads: None is one for each core that the process may use.
         vocab_size: ids from here on are never sampled.
@@ -73,9 +73,9 @@ class CpuBackend(Backend):
         fast_math: bool = False,
         cascade: bool = True,
     ) -> None:
-        if kv_cache_dtype != "bfloat16":
+        if kv_cache_dtype not in ("bfloat16", "int8"):
             raise ConfigError(
-                f"kv_cache_dtype={kv_cache_dtype!r}: backend='cpu' stores bfloat16; leave it at 'auto', or use "
+                f"kv_cache_dtype={kv_cache_dtype!r}: backend='cpu' stores bfloat16 or int8; use one of them, or "
                 "backend='torch'"
             )
         if block_size % BLOCK_MULTIPLE:
@@ -88,7 +88,8 @@ class CpuBackend(Backend):
         self._vocab_size = vocab_size
         self._kv_shapes = graph.kv_shapes
         self._kv_groups = graph.kv_groups
-        self._block_bytes = 2 * block_size * graph.kv_block_width
+        self._kv_cache_dtype = kv_cache_dtype
+        self._block_bytes = block_size * max((self._token_bytes(g.layers) for g in self._kv_groups), default=0)
         threads, self._why_threads = _resolve_threads(num_threads)
         table = _resolve_isa(isa)
         self._fast_math = ""
@@ -97,6 +98,7 @@ class CpuBackend(Backend):
         self._program = Program(table, threads)
         self._program.set_cascade(cascade)
         self._program.set_activations(activation_dtype)
+        self._program.set_kv_cache_dtype(kv_cache_dtype)
         jobs = lower(graph, weights, self._program, fuse=fuse, quantization=quantization)
         self._precision = _describe([stored_width(job.tensor, quantization) for job in jobs], activation_dtype)
         pack(self._program, jobs, on_load)
@@ -104,7 +106,10 @@ class CpuBackend(Backend):
     @property
     def description(self) -> str:
         threads = "1 thread" if self._program.num_threads == 1 else f"{self._program.num_threads} threads"
-        return f"cpu ({self._program.isa}, {threads}: {self._why_threads}), {self._precision}{self._fast_math}"
+        kv_cache = "" if self._kv_cache_dtype == "bfloat16" else f"; KV cache {self._kv_cache_dtype}"
+        return (
+            f"cpu ({self._program.isa}, {threads}: {self._why_threads}), {self._precision}{kv_cache}{self._fast_math}"
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -112,7 +117,7 @@ class CpuBackend(Backend):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return sum(2 * heads * head_dim * 2 for heads, head_dim in self._kv_shapes.values())
+        return self._token_bytes(self._kv_shapes)
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -144,9 +149,19 @@ class CpuBackend(Backend):
                 "lower num_kv_blocks or kv_cache_memory_bytes"
             ) from error
 
-    def kv_caches(self) -> list[tuple[NDArray[np.uint16], NDArray[np.uint16]]]:
-        """Keys and values of each layer as bits of bfloat16, in the panels of csrc/kernels.h; shared memory."""
+    def kv_caches(self) -> list[tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]]:
+        """Keys and values of each layer, in the panels of csrc/kernels.h; shared memory.
+
+        Bits of bfloat16 as uint16; in int8, bytes: codes, and the float32 scales of a panel's tokens.
+        """
         return [self._program.kv_cache(i) for i in range(len(self._kv_shapes))]
+
+    def _token_bytes(self, layers: Iterable[int]) -> int:
+        """Of a token's keys and values in these layers."""
+        shapes = (self._kv_shapes[layer] for layer in layers)
+        if self._kv_cache_dtype == "int8":
+            return sum(2 * heads * (head_dim + 4) for heads, head_dim in shapes)
+        return sum(2 * heads * 2 * head_dim for heads, head_dim in shapes)
 
     def allocate_swap_space(self, num_blocks: int, directory: Path | None) -> None:
         size = num_blocks * self._block_bytes
