@@ -215,8 +215,9 @@ class BlockManager:
                     continue
                 if pool.ref_count(block) == 1:
                     self.num_filled_slots -= filled
-                    if not keep:
-                        pool.withdraw(block)
+                    key = None if keep else pool.withdraw(block)
+                    if key is not None:
+                        self.host.discard(key)  # it may have been there, and come back
                 pool.release(block, worth_keeping=swap)
         sequence.block_tables = []
 

@@ -122,11 +122,13 @@ class BlockPool:
         """The block, used or cached, that holds what `key` stands for."""
         return self._by_key.get(key)
 
-    def withdraw(self, block: int) -> None:
-        """A block is no longer found by its key, if it has one; if it was cached, it is free."""
+    def withdraw(self, block: int) -> bytes | None:
+        """A block is no longer found by its key, if it has one: that is what it returns. If it was cached, it is
+        free."""
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._by_key[key]
             if block in self._cached:
                 del self._cached[block]
                 self._returned.append(block)
+        return key

@@ -271,6 +271,18 @@ class TestSecondLevel:
         engine.run()
         assert len(engine.scheduler.blocks.host) == 0
 
+    def test_what_came_back_and_failed_is_not_found_there_again(self) -> None:
+        """Else whoever comes with the same tokens could read back what failed."""
+        engine, victim = pushed_aside()
+        while victim.num_computed == 0:
+            plan = engine.schedule()
+            failing = 0 if 0 in plan.seq_ids else None
+            engine.scheduler.update(plan, engine.worker.execute(plan, engine.sample, failing=failing))
+        assert "swap_in" in kinds(plan)
+        assert victim.finish_reason == "error"
+        assert len(victim.block_keys) == 4
+        assert not any(key in engine.scheduler.blocks.host for key in victim.block_keys)
+
 
 class TestFailure:
     """A step that failed moved nothing, as far as anybody knows."""
