@@ -110,6 +110,12 @@ def _num_swap_blocks(config: EngineConfig, backend: Backend) -> int:
         raise ConfigError(
             f"swap_space_bytes={config.swap_space_bytes}: {_one_block(config, backend)}; give that or more, or 0"
         )
+    limit = backend.memory_limit()
+    if config.swap_directory is None and backend.cache_in_ram and config.swap_space_bytes > limit:
+        raise ConfigError(
+            f"swap_space_bytes={config.swap_space_bytes}: this process may use {limit} bytes of memory; give less, or "
+            "a swap_directory"
+        )
     return num_blocks
 
 

@@ -122,6 +122,14 @@ class TestSwapSpace:
         ):
             plan(Memory(), swap_space_bytes=5)
 
+    def test_a_host_tier_beyond_the_memory(self) -> None:
+        """Also where the pool's size is given: pages are committed late, and the process would end much later."""
+        beyond = {"num_kv_blocks": 10, "swap_space_bytes": 1001 * MIB}
+        with pytest.raises(ConfigError, match=r"swap_space_bytes=1049624576: .* 1048576000 bytes of memory; give less"):
+            plan(Memory(), **beyond)
+        assert plan(Memory(), swap_directory="/x", **beyond).num_swap_blocks == 1001
+        assert plan(Memory(in_ram=False), **beyond).num_swap_blocks == 1001
+
 
 class TestBootReport:
     def report(self, memory: MemoryPlan) -> BootReport:
@@ -138,11 +146,11 @@ class TestBootReport:
         ]
 
     def test_windows_and_swap_space(self) -> None:
-        options = {"num_kv_blocks": 40, "swap_space_bytes": 2 << 30}
+        options = {"num_kv_blocks": 40, "swap_space_bytes": 512 * MIB}
         text = str(self.report(plan(Memory(GEMMA), **options)))
         assert "\n  a block holds 16 tokens of 1 of 3 layers, of which 2 keep 50 tokens\n" in text
-        assert "\n  swap: 2.0 GiB in RAM (2048 blocks)\n" in text
-        assert "2.0 GiB in a file in /x (" in str(self.report(plan(Memory(), swap_directory="/x", **options)))
+        assert "\n  swap: 512.0 MiB in RAM (512 blocks)\n" in text
+        assert "512.0 MiB in a file in /x (" in str(self.report(plan(Memory(), swap_directory="/x", **options)))
 
     def test_fields(self) -> None:
         fields = self.report(plan(Memory(GEMMA), num_kv_blocks=40, swap_space_bytes=5 * MIB)).fields()
