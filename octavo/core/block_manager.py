@@ -130,6 +130,7 @@ class BlockManager:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child begins with all that the parent has computed, in the same blocks."""
         length = self.blocks_for(parent.num_computed)
+        child.block_keys = parent.block_keys[:]  # its tokens begin with the parent's: nothing is hashed again
         child.block_tables = [table[:length] for table in parent.block_tables]
         for block in _held(child.block_tables):
             self.pool.share(block)

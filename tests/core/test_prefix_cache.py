@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.core import Sequence, Status
+from octavo.core import Sequence, Status, block_manager
 from octavo.core.block_keys import block_key, root_key
 from tests.core.helpers import PARAMS, Engine, make_scheduler, make_sequence
 from tests.core.test_scheduler import work
@@ -254,6 +254,16 @@ class TestChoices:
         assert plan.seq_ids == [0, 1, 2, 3]
         assert sum(sum(plan.num_tokens) for plan in engine.plans) == 10
         assert all(len(s.tokens) == 11 for s in engine.scheduler.running)
+
+    def test_the_prompt_is_hashed_once_for_all(self, monkeypatch):
+        hashed = []
+        monkeypatch.setattr(
+            block_manager, "block_key", lambda parent, tokens: hashed.append(tokens) or block_key(parent, tokens)
+        )
+        engine = Engine(make_scheduler(budget=2000, blocks=400, seqs=16))
+        self.add_choices(engine, 16, 1000, new_tokens=6)
+        engine.run()
+        assert len(hashed) == 1000 // 4 + 16  # a block of its own each, which five computed tokens fill
 
     def test_without_a_seat_a_choice_waits_and_finds_the_prompt(self):
         engine = Engine(make_scheduler(seqs=2))
