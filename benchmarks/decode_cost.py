@@ -7,7 +7,7 @@ The model has three parameters, each with a meaning, fitted by least squares ove
 
     seconds = max(weights / bandwidth, batch * FLOPs per token / peak)  +  batch * context * KV bytes / kv_bandwidth
 
-    python benchmarks/decode_cost.py MODEL [--num-threads N] [--fast-math] [--json FILE] [--png FILE]
+    python benchmarks/decode_cost.py MODEL [--num-threads N] [--fast-math] [--kv-cache-dtype int8] [--json FILE] ...
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)  # at contexts 16 and 1024
 REPEATS = 7
 
 
-def load(model: str, threads: int | None, fast_math: bool) -> tuple[CpuBackend, int, int]:
+def load(model: str, threads: int | None, fast_math: bool, kv_cache_dtype: str) -> tuple[CpuBackend, int, int]:
     """The backend, its vocabulary, and the FLOPs of the weights per token."""
     checkpoint = open_checkpoint(resolve_model(model))
     graph = build_graph(model_config(checkpoint.config, checkpoint.generation_config), "bfloat16")
     backend = CpuBackend(
-        graph, checkpoint.tensors, kv_cache_dtype="bfloat16", block_size=BLOCK, num_threads=threads,
+        graph, checkpoint.tensors, kv_cache_dtype=kv_cache_dtype, block_size=BLOCK, num_threads=threads,
         vocab_size=graph.output.width or 0, fast_math=fast_math,
     )  # fmt: skip
     products = [node for node in graph.nodes if node.op in ("linear", "lm_head")]
@@ -58,12 +58,16 @@ def decode_batch(rng: np.random.Generator, vocabulary: int, tables: NDArray[np.i
 
 
 def fill(backend: CpuBackend, rng: np.random.Generator) -> None:
-    some = (rng.standard_normal(1 << 20).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    numbers = (rng.standard_normal(1 << 20).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    codes = rng.integers(0, 256, 1 << 20).astype(np.uint8)
     for cache in backend.kv_caches():
         for part in cache:
+            some = numbers if part.itemsize == 2 else codes
             for block in part:
                 start = rng.integers(len(some) - block.size)
                 block[...] = some[start : start + block.size].reshape(block.shape)
+            if part.itemsize == 1:
+                part[..., -64:] = np.full(16, 0.02, np.float32).view(np.uint8)  # the scales
 
 
 def fastest_step(backend: CpuBackend, batch: Batch) -> float:
@@ -147,11 +151,12 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--num-threads", type=int)
     parser.add_argument("--fast-math", action="store_true")
+    parser.add_argument("--kv-cache-dtype", choices=("bfloat16", "int8"), default="bfloat16")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--png", type=Path, help="plot them into this file")
     args = parser.parse_args()
 
-    backend, vocabulary, flops = load(args.model, args.num_threads, args.fast_math)
+    backend, vocabulary, flops = load(args.model, args.num_threads, args.fast_math, args.kv_cache_dtype)
     print(backend.description)
     cells = measure(backend, vocabulary)
     model = Model(backend.weight_bytes, flops, backend.kv_bytes_per_token)

@@ -112,7 +112,7 @@ def _torch_backend(
             )
     if config.kv_cache_dtype == "int8":
         raise ConfigError(
-            "kv_cache_dtype='int8' is of backend='cpu'; backend='torch' stores float32 or bfloat16: use one of them, or 'auto'"
+            "kv_cache_dtype='int8' is of backend='cpu'; backend='torch' stores float32 or bfloat16: use one of these"
         )
     device = resolve_device(config.device)
     dtype = config.dtype

@@ -17,6 +17,7 @@ from octavo.backends.base import Batch
 from octavo.backends.cpu import CpuBackend, isas
 from octavo.backends.cpu import backend as backend_module
 from octavo.backends.cpu.cores import Cores
+from octavo.backends.torch.step import KVCache
 from octavo.errors import ConfigError, ModelError
 from octavo.sampling import NOT_FINITE, NOTHING_LEFT, Sampled, Sampler, SamplingRows
 from octavo.sampling.features import History, Shaping, features_of
@@ -67,6 +68,58 @@ class TestAgainstTransformers:
     def test_logits_are_not_rounded(self, wide: References) -> None:
         logits = NativePaged(load_native(wide("llama").path)).logits(prompt(9))
         assert (logits != torch.tensor(logits).bfloat16().float().numpy()).mean() > 0.9
+
+
+class TestInt8KV:
+    @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3-variations"])
+    def test_logits(self, wide: References, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As near to a float32 oracle that rounds what it stores to int8 as bfloat16 KV is to the plain oracle."""
+        path, tokens = wide(name).path, prompt(LENGTH)
+        exact = Paged(load(path)).logits(tokens, 17)
+        native = NativePaged(load_native(path)).logits(tokens, 17)
+        in_int8 = NativePaged(load_native(path, kv_cache_dtype="int8")).logits(tokens, 17)
+        store = KVCache.store
+
+        def store_rounded(self: KVCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+            store(self, rows, in_int8_and_back(k, self.keys.shape[3]), in_int8_and_back(v, self.keys.shape[3]))
+
+        monkeypatch.setattr(KVCache, "store", store_rounded)
+        oracle = Paged(load(path)).logits(tokens, 17)
+        assert error(in_int8, oracle) <= 2 * error(native, exact)
+        assert error(in_int8, exact) <= error(native, exact) + 1.5 * error(oracle, exact)
+
+    def test_sizes(self, wide: References) -> None:
+        for name in ("llama", "gemma3"):
+            plain, small = (load_native(wide(name).path, kv_cache_dtype=dtype) for dtype in ("bfloat16", "int8"))
+            assert small.kv_bytes_per_token / plain.kv_bytes_per_token == (16 + 4) / 32  # a code each, and a scale
+            assert small.block_bytes / plain.block_bytes == (16 + 4) / 32
+            small.allocate_kv_cache(3)
+            for part in (part for parts in small.kv_caches() for part in parts):
+                assert (part.dtype, part.shape[0], part.shape[2:]) == (np.uint8, 3, (1, 16 * (16 + 4)))
+            assert small.description.endswith("KV cache int8")
+
+    def test_a_token_is_stored_once_and_read_as_stored(self, wide: References) -> None:
+        """Codes within +-127, one of which is reached in each head; scales are largest / 127 of what was stored."""
+        paged = NativePaged(load_native(wide("llama").path, kv_cache_dtype="int8"))
+        paged.step({"a": prompt(20)})
+        before = [part.copy() for parts in paged.native.kv_caches() for part in parts]
+        for part in before:
+            for token in range(20):
+                block = part[paged._tables["a"][0][token // 16], :, 0]
+                scales = block[:, 16 * 16 :].copy().view(np.float32)[:, token % 16]
+                assert (scales > 0).all()
+        keys = before[0][paged._tables["a"][0][0], :, 0, : 16 * 16].view(np.int8).reshape(-1, 16, 16)
+        assert (np.abs(keys.astype(int)).max(1) == 127).all()
+        paged.step({"a": prompt(3, seed=2)})
+        after = [part for parts in paged.native.kv_caches() for part in parts]
+        first = paged._tables["a"][0][0]
+        assert all((new[first] == old[first]).all() for new, old in zip(after, before, strict=True))
+
+
+def in_int8_and_back(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    heads = x.view(len(x), -1, head_dim)
+    scale = heads.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, (heads / scale).round() * scale, heads).view_as(x)
 
 
 def sampled_by_numpy(logits: np.ndarray, rows: SamplingRows) -> Sampled:

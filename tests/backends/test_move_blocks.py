@@ -62,6 +62,12 @@ def native(path: Path, block_size: int, num_threads: int) -> tuple[Backend, Part
     return backend, [part for cache in backend.kv_caches() for part in cache]
 
 
+def native_int8(path: Path, block_size: int, num_threads: int) -> tuple[Backend, Parts]:
+    backend = load_native(path, num_threads=num_threads, block_size=block_size, kv_cache_dtype="int8")
+    backend.allocate_kv_cache(NUM_BLOCKS)
+    return backend, [part for cache in backend.kv_caches() for part in cache]
+
+
 def on_torch(path: Path, block_size: int, num_threads: int) -> tuple[Backend, Parts]:
     backend = load(path, block_size=block_size)
     backend.allocate_kv_cache(NUM_BLOCKS)
@@ -75,7 +81,15 @@ Make = Callable[[Path, int, int], tuple[Backend, Parts]]
 @pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize(
     ("make_backend", "block_size", "num_threads"),
-    [(native, 16, 1), (native, 16, 3), (native, 32, 2), (on_torch, 16, 1), (on_torch, 4, 1)],
+    [
+        (native, 16, 1),
+        (native, 16, 3),
+        (native, 32, 2),
+        (native_int8, 16, 1),
+        (native_int8, 32, 3),
+        (on_torch, 16, 1),
+        (on_torch, 4, 1),
+    ],
 )
 def test_in_order_and_nothing_else(
     path: Path, tmp_path: Path, make_backend: Make, block_size: int, num_threads: int, in_file: bool
@@ -85,7 +99,7 @@ def test_in_order_and_nothing_else(
     assert list(tmp_path.iterdir()) == []  # the file has no name
     rng = np.random.default_rng(0)
     for part in parts:
-        part[:] = rng.integers(0, 2**16, part.shape)
+        part[:] = rng.integers(0, 2 ** (8 * min(part.itemsize, 2)), part.shape)
     before = [part.copy() for part in parts]
     # The layers of different groups lie at the same place in a block, so the last one written is what both hold.
     assert len({part.__array_interface__["data"][0] for part in parts}) == 2
@@ -182,11 +196,12 @@ def test_the_disk_has_the_room_before_it_is_written(tmp_path: Path) -> None:
 class TestComingBack:
     """A sequence goes on from the host tier, in other blocks, as if nothing had happened."""
 
+    @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
     @pytest.mark.parametrize("in_file", [False, True])
-    def test_native(self, path: Path, tmp_path: Path, in_file: bool) -> None:
+    def test_native(self, path: Path, tmp_path: Path, in_file: bool, kv_cache_dtype: str) -> None:
         tokens = prompt(120)
-        whole = NativePaged(load_native(path)).logits(tokens)
-        paged = NativePaged(load_native(path, num_threads=2))
+        whole = NativePaged(load_native(path, kv_cache_dtype=kv_cache_dtype)).logits(tokens)
+        paged = NativePaged(load_native(path, num_threads=2, kv_cache_dtype=kv_cache_dtype))
         self.check(paged, paged.native, tokens, whole, tmp_path if in_file else None)
 
     @pytest.mark.parametrize("in_file", [False, True])

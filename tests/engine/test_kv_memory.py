@@ -20,7 +20,7 @@ LONGEST = 410
 NO_LIMIT = 2000  # blocks
 WINDOWS = {"llama": [None], "gemma": [None, 40, 40, 40]}  # of the models' groups of layers
 
-Answers = Callable[[str, int], list[Any]]
+Answers = Callable[..., list[Any]]
 
 
 def prompts(count: int, seed: int) -> list[dict[str, Any]]:
@@ -63,15 +63,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def reference(models: dict[str, Path]) -> Answers:
     """Each request alone, nothing cached, the prompt in one step, each choice computed on its own."""
-    known: dict[tuple[str, int], list[Any]] = {}
+    known: dict[tuple[str, int, str], list[Any]] = {}
 
-    def compute(name: str, seed: int) -> list[Any]:
-        if (name, seed) not in known:
-            options = {"enable_prefix_caching": False, "max_num_seqs": 1, "num_kv_blocks": NO_LIMIT, "num_threads": 1}
+    def compute(name: str, seed: int, kv_cache_dtype: str = "auto") -> list[Any]:
+        if (name, seed, kv_cache_dtype) not in known:
+            options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+            options |= {"enable_prefix_caching": False, "max_num_seqs": 1, "num_kv_blocks": NO_LIMIT, "num_threads": 1}
             with LLM(str(models[name]), backend="cpu", **options) as llm:
                 pairs = zip(prompts(COUNT, seed), params(COUNT, seed), strict=True)
-                known[name, seed] = answers([llm.generate(*pair)[0] for pair in pairs])
-        return known[name, seed]
+                known[name, seed, kv_cache_dtype] = answers([llm.generate(*pair)[0] for pair in pairs])
+        return known[name, seed, kv_cache_dtype]
 
     return compute
 
@@ -97,10 +98,35 @@ def test_nothing_changes_one_bit(
     models: dict[str, Path], reference: Answers, model: str, memory: str, budget: int, cascade: bool
 ) -> None:
     """{cold, warm cache} x {recompute, swap, no preemption} x {chunk sizes} x {batch mates} x {cascade on, off}."""
-    expected = reference(model, budget)
+    check_every_bit(models, reference, model, memory, budget, cascade)
+
+
+@pytest.mark.parametrize("memory", ["recompute", "swap"])
+@pytest.mark.parametrize("model", list(WINDOWS))
+def test_nothing_changes_one_bit_of_int8_keys_and_values(
+    models: dict[str, Path], reference: Answers, model: str, memory: str
+) -> None:
+    check_every_bit(models, reference, model, memory, 64, True, kv_cache_dtype="int8")
+
+
+def check_every_bit(
+    models: dict[str, Path],
+    reference: Answers,
+    model: str,
+    memory: str,
+    budget: int,
+    cascade: bool,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    expected = reference(model, budget, kv_cache_dtype)
     tight = most_blocks(LONGEST, 16, WINDOWS[model], budget) * 8 // 5
     options = {"num_kv_blocks": NO_LIMIT if memory.startswith("roomy") else tight, **MEMORY[memory]}
-    options |= {"scheduling_policy": "priority", "max_num_batched_tokens": budget, "max_model_len": LONGEST}
+    options |= {
+        "kv_cache_dtype": kv_cache_dtype,
+        "scheduling_policy": "priority",
+        "max_num_batched_tokens": budget,
+        "max_model_len": LONGEST,
+    }
     with LLM(str(models[model]), backend="cpu", num_threads=1, **options) as llm:
         program = llm.engine._core.executor._worker._runner.backend._program
         program.set_cascade(cascade)

@@ -68,6 +68,13 @@ def test_what_only_the_cpu_backend_does_is_refused_elsewhere(tiny_llama: Path, o
     assert " on torch " in boot(tiny_llama, backend="torch", quantization="none", activation_dtype="auto")
 
 
+def test_int8_keys_and_values_are_of_the_cpu_backend(tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8' is of backend='cpu'; .* stores float32 or bfloat16"):
+        boot(tiny_llama, backend="torch", kv_cache_dtype="int8")
+    assert "; KV cache int8" in boot(tiny_llama, backend="cpu", kv_cache_dtype="int8")
+    assert "KV cache" not in boot(tiny_llama, backend="cpu")
+
+
 def test_the_boot_report_says_what_the_weights_became(tiny_llama: Path) -> None:
     report = boot(tiny_llama, backend="cpu", quantization="int8", activation_dtype="int16")
     assert "8-bit (int8)" in report

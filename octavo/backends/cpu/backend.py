@@ -40,7 +40,7 @@ class CpuBackend(Backend):
         quantization: None holds each matrix at its file's own width; "none" expands all to bfloat16, "int8" makes them
             int8 in groups of 32 input channels.
         activation_dtype: in products with weights in few bits: "int8" or "int16" (in groups of 32), or "bfloat16".
-        kv_cache_dtype: of stored keys and values: "bfloat16", or "int8" with a float32 scale for each token and KV head.
+        kv_cache_dtype: of stored keys and values: "bfloat16", or "int8" with a float32 scale a token and KV head.
         block_size: tokens per KV block, a multiple of 16.
         num_threads: None is one for each core that the process may use.
         vocab_size: ids from here on are never sampled.
@@ -106,10 +106,9 @@ class CpuBackend(Backend):
     @property
     def description(self) -> str:
         threads = "1 thread" if self._program.num_threads == 1 else f"{self._program.num_threads} threads"
-        kv_cache = "" if self._kv_cache_dtype == "bfloat16" else f"; KV cache {self._kv_cache_dtype}"
-        return (
-            f"cpu ({self._program.isa}, {threads}: {self._why_threads}), {self._precision}{kv_cache}{self._fast_math}"
-        )
+        kv_cache = "" if self._kv_cache_dtype == "bfloat16" else "; KV cache int8"
+        how = f"{self._program.isa}, {threads}: {self._why_threads}"
+        return f"cpu ({how}), {self._precision}{kv_cache}{self._fast_math}"
 
     @property
     def weight_bytes(self) -> int:
