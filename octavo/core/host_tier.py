@@ -15,7 +15,8 @@ class HostTier:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by key; the least recently used first
-        self._free = list(range(num_blocks))[::-1]
+        self._free: list[int] = []  # given back
+        self._fresh = 0  # from here on slots were never used
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -30,6 +31,9 @@ class HostTier:
             return None
         if self._free:
             slot = self._free.pop()
+        elif self._fresh < self.num_blocks:
+            slot = self._fresh
+            self._fresh += 1
         elif self._slots:
             _, slot = self._slots.popitem(last=False)
         else:
