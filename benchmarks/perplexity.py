@@ -222,7 +222,7 @@ def _scores(rows: list[tuple[float, int]], seconds: float) -> Scores:
 def report(title: str, figures: dict[str, dict[str, float]]) -> None:
     table = Table(title=title)
     beside_llama_cpp = LLAMA_CPP in figures
-    columns = ["configuration", "perplexity", "ratio", "±", *["to llama.cpp"] * beside_llama_cpp]
+    columns = ["configuration", "perplexity", "ratio", "±", *(["to llama.cpp"] if beside_llama_cpp else [])]
     for column in (*columns, "|Δ| mean", "|Δ| max", "same argmax", "s"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for name, row in figures.items():
@@ -231,7 +231,7 @@ def report(title: str, figures: dict[str, dict[str, float]]) -> None:
             f"{row['perplexity']:.4f}",
             f"{row['ratio']:.5f}",
             f"{row['ratio_error']:.5f}",
-            *[f"{row['ratio_to_llama_cpp']:.5f}"] * beside_llama_cpp,
+            *([f"{row['ratio_to_llama_cpp']:.5f}"] if beside_llama_cpp else []),
             f"{row['mean_abs_delta']:.5f}",
             f"{row['max_abs_delta']:.3f}",
             f"{100 * row['same_argmax']:.2f} %",

@@ -90,6 +90,18 @@ class TestFigures:
         assert figures["same_argmax"] == 0.75
         assert "ratio_to_llama_cpp" not in perplexity.compare(other, oracle, None)
 
+    def test_the_table_has_a_column_for_llama_cpp_only_beside_it(
+        self, perplexity: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "150")
+        scores = perplexity.Scores(np.array([-1.0, -3.0]), np.array([1, 2]))
+        for llama_cpp in (None, scores):
+            names = ["oracle"] if llama_cpp is None else ["oracle", "llama.cpp"]
+            perplexity.report("title", {name: perplexity.compare(scores, scores, llama_cpp) for name in names})
+            text = capsys.readouterr().out
+            assert ("to llama.cpp" in text) == (llama_cpp is not None)
+            assert f"{math.exp(2):.4f}" in text
+
     def test_what_stands_there_and_the_most_likely_of_each_place(self, perplexity: ModuleType) -> None:
         entries = [
             None,
