@@ -146,7 +146,7 @@ void attention(const std::string& name, ConstBf16s q, Bf16s out, Array<const T, 
 }
 
 float quantize_head(const std::string& name, FlatBf16 x, Array<std::int8_t, 1> codes) {
-  expect(x.shape(0) == codes.shape(0) && x.shape(0) % kPanel == 0, "x and codes differ in size, or are no multiple of 16");
+  expect(x.shape(0) == codes.shape(0) && x.shape(0) % kPanel == 0 && x.shape(0) <= kMaxHeadDim, "x and codes differ in size, or are no multiple of 16");
   const FlushSubnormals mode;
   return table(name).quantize_head(x.data(), static_cast<int>(x.shape(0)), codes.data());
 }

@@ -227,8 +227,14 @@ enum class KvType : std::uint8_t { kBfloat16, kInt8 };
 // a panel ends with the scales of its tokens; again one stream:
 //   keys    [head_dim / 2][2][16 tokens]               then 16 floats
 //   values  [8 token pairs][head_dim / 16][2][16]      then 16 floats
-// A token's head x becomes codes and a scale: a = max |x|; s = a / 127; codes x * (127 / a), to nearest even. Where a is below
+// A token's head x is turned and becomes codes and a scale: a = max |x|; s = a / 127; codes x * (127 / a), to nearest even. Where a is below
 // 2^-100 all are zero; where it is not finite, s is NaN and the codes are zero.
+//
+// It is turned by a Hadamard matrix, which spreads a few large numbers, as keys have them, over all (as QuaRot does: Ashkboos and
+// others, 2024). Queries are turned to meet the keys, and results are turned back. Each n numbers by themselves, where n =
+// turn_width(head_dim); for half = 1, 2, 4 .. n / 2, numbers i and i + half of each 2 * half become their sum and their difference,
+// in float32. To turn twice is to multiply by n.
+OCTAVO_INLINE constexpr int turn_width(int head_dim) { return head_dim & -head_dim; }
 struct KvCache {
   std::uint8_t* keys = nullptr;    // of block 0; 64-byte aligned
   std::uint8_t* values = nullptr;
@@ -253,8 +259,10 @@ struct KvCache {
 // and pieces merge: with M = max(m_old, m): a = exp(m_old - M), b = exp(m - M), L = L * a + l * b, O = O * a + o * b (the first
 // piece is taken as it is); result bf16(O / L). Masked t's are skipped, never multiplied.
 // With keys and values in int8, k_t and v_t are their codes (exact in bfloat16), and the scales come in where one number a token is:
-//   s_t   = (q . k_t) * key scale * scale, in this order
+//   q     = bf16(turned q)
+//   s_t   = (q . k_t) * key scale * (scale / turn_width(head_dim)), in this order
 //   w_t   = bf16(exp(s_t - m) * value scale)  in o;   exp(s_t - m), not rounded, in l
+//   result bf16((turned O / turn_width(head_dim)) / L)
 struct Attention {
   Rows q, out;                     // [T, heads * head_dim]
   KvCache cache;
@@ -299,7 +307,7 @@ struct Kernels {
   // `position` of Attention are not used.
   void (*attention_pieces)(const Attention&, const AttentionRow* rows, int count, int head, int piece_begin, int piece_end);
   void (*attention_merge)(const Attention&, const AttentionRow* rows, int count, int head);
-  // Codes of a token's head for a cache in int8, and their scale. head_dim codes, 16-byte aligned.
+  // Codes of a token's key or value of one head for a cache in int8, and their scale.
   float (*quantize_head)(const bf16* x, int head_dim, std::int8_t* codes);
   // x = tanh(x / cap) * cap over count floats (logit soft-cap).
   void (*softcap)(float* x, std::int64_t count, float cap);

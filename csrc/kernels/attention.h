@@ -136,6 +136,33 @@ struct FmaProducts {
   }
 };
 
+template <int Half>
+OCTAVO_INLINE void turn_level(float* x, int dim) {
+  for (int first = 0; first < dim; first += 2 * Half) {
+    for (int i = first; i < first + Half; ++i) {
+      const float a = x[i], b = x[i + Half];
+      x[i] = a + b;
+      x[i + Half] = a - b;
+    }
+  }
+}
+// A head, to or from a cache in int8 (kernels.h, above KvCache).
+inline void turn(float* x, int dim) {
+  turn_level<1>(x, dim);
+  turn_level<2>(x, dim);
+  turn_level<4>(x, dim);
+  turn_level<8>(x, dim);
+  for (int half = 16; half < turn_width(dim); half *= 2) {
+    for (int first = 0; first < dim; first += 2 * half) {
+      for (int i = first; i < first + half; i += kLanes) {
+        const Vec a = load(x + i), b = load(x + i + half);
+        store(x + i, a + b);
+        store(x + i + half, a - b);
+      }
+    }
+  }
+}
+
 // Vectors first .. of the rows that row_of(0), row_of(1) .. give; returns the positions that any of them sees.
 template <class Products, class RowOf>
 inline Span fill_tile(const Attention& a, Tile& tile, RowOf row_of, int kv_head, std::int64_t first, int count) {
@@ -153,8 +180,14 @@ inline Span fill_tile(const Attention& a, Tile& tile, RowOf row_of, int kv_head,
     tile.column[v] = head * dim;
     tile.started[v] = false;
     const bf16* query = a.q.row(tile.row[v]) + tile.column[v];
-    widen(query, tile.query + v * dim, dim);
-    if constexpr (Products::kWantsBits) __builtin_memcpy(tile.query_bits + v * dim, query, dim * sizeof(bf16));
+    float* wide = tile.query + v * dim;
+    widen(query, wide, dim);
+    if (a.cache.type == KvType::kInt8) {
+      turn(wide, dim);
+      for (int d = 0; d < dim; d += kLanes) store(wide + d, round_to_bf16(load(wide + d)));
+    }
+    if constexpr (Products::kWantsBits)
+      for (int d = 0; d < dim; d += kLanes) store(tile.query_bits + v * dim + d, load(wide + d));
     if (v == 0) all = tile.visible[v];
     all = {all.begin < begin ? all.begin : begin, all.end > position ? all.end : position + 1};
   }
@@ -175,12 +208,13 @@ inline void weigh(const Attention& a, Tile& tile, const Kv* const* keys, const K
                   int piece_begin) {
   float* scores = tile.scores + v * kPiece - piece_begin;  // by position
   const int begin = span.begin / kPanel * kPanel;
+  const float scale = sizeof(Kv) == 1 ? a.scale / static_cast<float>(turn_width(tile.dim)) : a.scale;
   const Vec none = splat(-__builtin_inff());
   Vec top = none;
   for (int t = begin; t < span.end; t += kPanel) {
     Vec score = load(scores + t);
     if constexpr (sizeof(Kv) == 1) score = score * scales(keys[(t - piece_begin) / kPanel], tile.dim);
-    score = score * splat(a.scale);
+    score = score * splat(scale);
     if (a.softcap != 0.0f) score = soft_cap(score, splat(a.softcap));
     store(scores + t, score);
     top = max(top, span.covers(t, t + kPanel) ? score : inside(span, t, score, none));
@@ -316,11 +350,15 @@ inline void merge(Tile& tile, int v, const float* piece, float largest, float to
   tile.total[v] = sums[0];
 }
 
-inline void write_results(const Attention& a, const Tile& tile) {
+inline void write_results(const Attention& a, Tile& tile) {
   const int dim = tile.dim;
+  const bool is_turned = a.cache.type == KvType::kInt8;
+  const Vec back = splat(is_turned ? 1.0f / static_cast<float>(turn_width(dim)) : 1.0f);
   for (int v = 0; v < tile.count; ++v) {
     bf16* out = a.out.row(tile.row[v]) + tile.column[v];
-    for (int d = 0; d < dim; d += kLanes) store(out + d, load(tile.result + v * dim + d) / splat(tile.total[v]));
+    float* result = tile.result + v * dim;
+    if (is_turned) turn(result, dim);
+    for (int d = 0; d < dim; d += kLanes) store(out + d, (load(result + d) * back) / splat(tile.total[v]));
   }
 }
 
@@ -394,19 +432,25 @@ inline void attention_merge(const Attention& a, const AttentionRow* rows, int co
 }
 
 inline float quantize_head(const bf16* x, int head_dim, std::int8_t* codes) {
-  int most = 0;  // as bits, which are in order
-  for (int d = 0; d < head_dim; ++d) most = (x[d] & 0x7fff) > most ? x[d] & 0x7fff : most;
-  float inverse = 0, scale = 0;
-  if (most >= kTiny && most < kInfinite) {
-    const float largest = widen_one(static_cast<std::uint32_t>(most));
-    inverse = 127.0f / largest;
-    scale = largest / 127.0f;
-  } else if (most >= kInfinite) {
-    for (int d = 0; d < head_dim; ++d) codes[d] = 0;
-    return widen_one(kNanBits);
+  alignas(64) float wide[kMaxHeadDim];
+  widen(x, wide, head_dim);
+  turn(wide, head_dim);
+  Vec sizes = splat(0.0f), sum_of_none = splat(0.0f);
+  for (int d = 0; d < head_dim; d += kLanes) {
+    const Vec v = load(wide + d);
+    sizes = max(sizes, abs(v));
+    sum_of_none = sum_of_none + v * splat(0.0f);  // NaN where a number is not finite
   }
-  for (int d = 0; d < head_dim; d += kLanes) store_codes(codes + d, round_ints(x + d, inverse));
-  return scale;
+  const float largest = max_lane(sizes), nothing = sum(sum_of_none);
+  const bool is_finite = nothing == nothing, is_zero = largest < 0x1p-100f;
+  const float inverse = is_zero || !is_finite ? 0.0f : 127.0f / largest;
+  for (int d = 0; d < head_dim; d += kLanes) {
+    const Vec whole = (load(wide + d) * splat(inverse) + splat(kMagic)) - splat(kMagic);
+    store(wide + d, is_finite ? whole : splat(0.0f));
+  }
+  for (int d = 0; d < head_dim; ++d) codes[d] = static_cast<std::int8_t>(wide[d]);
+  if (!is_finite) return widen_one(kNanBits);
+  return is_zero ? 0.0f : largest / 127.0f;
 }
 
 }  // namespace

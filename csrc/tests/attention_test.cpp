@@ -19,7 +19,27 @@ struct Head {
   std::vector<float> numbers;
   float scale = 1;
 };
-Head stored_head(const float* x, int dim, KvType type) {
+// Number i of n turned ones: what half = 1 joins is joined first.
+float turned(const float* x, int n, int i) {
+  if (n == 1) return x[0];
+  const float lower = turned(x, n / 2, i % (n / 2)), upper = turned(x + n / 2, n / 2, i % (n / 2));
+  return i < n / 2 ? lower + upper : lower - upper;
+}
+int turned_width(int dim) {
+  int n = 16;
+  while (dim % (2 * n) == 0) n *= 2;
+  return n;
+}
+std::vector<float> turn(const float* x, int dim) {
+  const int n = turned_width(dim);
+  std::vector<float> result;
+  for (int i = 0; i < dim; ++i) result.push_back(turned(x + i / n * n, n, i % n));
+  return result;
+}
+
+Head stored_head(const float* head_of, int dim, KvType type) {
+  const std::vector<float> other = turn(head_of, dim);
+  const float* x = type == KvType::kInt8 ? other.data() : head_of;
   Head head;
   float most = 0;
   for (int d = 0; d < dim; ++d) most = std::fmax(most, std::fabs(x[d]));
@@ -40,6 +60,9 @@ struct Sequence {
   float key(int token, int head, int d) const { return keys[(token * shape.kv_heads + head) * shape.head_dim + d]; }
   float value(int token, int head, int d) const { return values[(token * shape.kv_heads + head) * shape.head_dim + d]; }
   float key_scale(int token, int head) const { return key_scales[token * shape.kv_heads + head]; }
+  float score_scale() const {  // of products of what is read
+    return shape.type == KvType::kInt8 ? scale / static_cast<float>(turned_width(shape.head_dim)) : scale;
+  }
   float value_scale(int token, int head) const { return value_scales[token * shape.kv_heads + head]; }
   Attention arguments(Matrix<bf16>& q, Matrix<bf16>& out);
 
@@ -136,7 +159,7 @@ Piece piece_rule(const Sequence& s, const float* query, int kv_head, int first, 
   for (int t = first; t <= last; ++t) {
     float score = matrix_rule(query, &s.keys[(t * s.shape.kv_heads + kv_head) * dim], dim);
     score = score * s.key_scale(t, kv_head);  // one in bfloat16
-    score = score * s.scale;
+    score = score * s.score_scale();
     if (s.shape.softcap != 0) score = softcap_rule(score, s.shape.softcap);
     weights[t - begin] = score;
     largest = score > largest ? score : largest;
@@ -175,6 +198,10 @@ std::vector<bf16> attention_rule(const Sequence& s, const float* query, int kv_h
     for (int d = 0; d < s.shape.head_dim; ++d) all.mixed[d] = all.mixed[d] * before + piece.mixed[d] * now;
   }
   std::vector<bf16> results;
+  if (s.shape.type == KvType::kInt8) {
+    all.mixed = turn(all.mixed.data(), s.shape.head_dim);
+    for (float& mixed : all.mixed) mixed = mixed / static_cast<float>(turned_width(s.shape.head_dim));
+  }
   for (const float mixed : all.mixed) results.push_back(nearest_bf16(mixed / all.total));
   return results;
 }
@@ -209,8 +236,8 @@ std::vector<Expected> expect(const Sequence& s, const float* query, int kv_head,
       score += product;
       size += std::fabs(product);
     }
-    error = std::max(error, (18 + (dim + 31) / 32) * kUnit * size * s.scale);
-    score *= s.scale;
+    error = std::max(error, (18 + (dim + 31) / 32) * kUnit * size * s.score_scale());
+    score *= s.score_scale();
     if (cap != 0) score = std::tanh(score / cap) * cap;
     weights.push_back(score);
     lowest = std::min(lowest, score);
@@ -222,7 +249,7 @@ std::vector<Expected> expect(const Sequence& s, const float* query, int kv_head,
 
   const double relative = kBf16Unit + 2 * (error + kUnit * (top - lowest) + 2 * kUnit);
   const double sums = (25 + 4 * (last / kPiece - first / kPiece + 1)) * kUnit;
-  std::vector<Expected> expected;
+  std::vector<double> exacts, sizes;
   for (int d = 0; d < dim; ++d) {
     double exact = 0, size = 0;
     for (int t = first; t <= last; ++t) {
@@ -230,7 +257,21 @@ std::vector<Expected> expect(const Sequence& s, const float* query, int kv_head,
       exact += weights[t - first] * value / total;
       size += weights[t - first] * std::fabs(value) / total;
     }
-    expected.push_back({exact, rounded(exact, (2 * relative * (1 + relative) + 2 * sums) * size)});
+    exacts.push_back(exact);
+    sizes.push_back(size);
+  }
+  std::vector<Expected> expected;
+  for (int d = 0; d < dim; ++d) {
+    double exact = exacts[d], size = sizes[d];
+    if (s.shape.type == KvType::kInt8) {  // turned back by the definition; what all numbers are off by adds up, and ten roundings
+      const int n = turned_width(dim), first_of = d / n * n;
+      exact = size = 0;
+      for (int i = 0; i < n; ++i) {
+        exact += (__builtin_popcount(i & (d % n)) % 2 == 0 ? 1 : -1) * exacts[first_of + i] / n;
+        size += 1.1 * sizes[first_of + i] / n;
+      }
+    }
+    expected.push_back({exact, rounded(exact, (2 * relative * (1 + relative) + 2 * sums + 10 * kUnit) * size)});
   }
   return expected;
 }
@@ -256,6 +297,10 @@ void test_shape(Test& t, const Shape& s) {
     const int d = column % s.head_dim, kv_head = column / s.head_dim / s.group, last = s.position + row - kBefore;
     if (d == 0) {
       for (int i = 0; i < s.head_dim; ++i) query[i] = widen(q.at(row, column + i));
+      if (s.type == KvType::kInt8) {
+        query = turn(query.data(), s.head_dim);
+        for (float& number : query) number = widen(nearest_bf16(number));
+      }
       rule = attention_rule(sequence, query.data(), kv_head, last);
       expected = expect(sequence, query.data(), kv_head, last);
     }
@@ -349,10 +394,11 @@ void test_quantize_head(Test& t) {
         continue;
       }
       const Head head = stored_head(wide.data(), dim, KvType::kInt8);
+      wide = turn(wide.data(), dim);
       t.same(scale, head.scale, "the scale", dim, 0);
       for (int d = 0; d < dim; ++d) {
         t.same(static_cast<float>(codes[d]), head.numbers[d], "the rule", dim, d);
-        t.near(static_cast<double>(codes[d]) * scale, wide[d], (0.5001 * scale) + (size < 0x1p-100f ? size : 0), dim, d);
+        t.near(static_cast<double>(codes[d]) * scale, wide[d], (0.5001 * scale) + (scale == 0 ? size * dim : 0), dim, d);
         t.result(static_cast<std::int32_t>(codes[d]));
       }
     }

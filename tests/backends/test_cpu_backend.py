@@ -117,9 +117,13 @@ class TestInt8KV:
 
 
 def in_int8_and_back(x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    heads = x.view(len(x), -1, head_dim)
+    """Turned by a Hadamard matrix, here by its definition, and turned back."""
+    signs = torch.ones(1, 1)
+    while len(signs) < head_dim:
+        signs = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), signs)
+    heads = x.view(len(x), -1, head_dim) @ signs
     scale = heads.abs().amax(-1, keepdim=True) / 127
-    return torch.where(scale > 0, (heads / scale).round() * scale, heads).view_as(x)
+    return (torch.where(scale > 0, (heads / scale).round() * scale, heads) @ signs / head_dim).view_as(x)
 
 
 def sampled_by_numpy(logits: np.ndarray, rows: SamplingRows) -> Sampled:

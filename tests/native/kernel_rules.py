@@ -96,8 +96,24 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     return (x * (F32(1) / np.sqrt(mean + F32(eps)))[..., None]) * weight
 
 
+def turn_width(dim: int) -> int:
+    return next(n for n in (256, 128, 64, 32, 16) if dim % n == 0)
+
+
+def turn(x: Floats) -> Floats:
+    """x [..., head_dim] through Hadamard matrices, what stands side by side first."""
+    n = turn_width(x.shape[-1])
+    x, half = x.reshape(-1, n), 1
+    while half < n:
+        pairs = x.reshape(len(x), -1, 2, half)
+        x = np.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), axis=2).reshape(len(x), n)
+        half *= 2
+    return x
+
+
 def quantize_heads(x: Floats) -> tuple[Floats, Floats]:
-    """x [..., head_dim] as it is stored in int8: codes, as floats, and scales [...]."""
+    """x [..., head_dim] as it is stored in int8: codes of what it turns into, as floats, and scales [...]."""
+    x = turn(x).reshape(x.shape)
     largest = np.abs(x).max(-1)
     small = largest < F32(2.0**-100)
     inverse = np.where(small, F32(0), F32(127) / np.where(small, F32(1), largest))
@@ -120,6 +136,8 @@ def attend(
         scales: of keys and values [positions] in int8, which are then codes.
     """
     dim = len(q)
+    if scales:
+        q, scale = rounded(turn(q).reshape(-1)), float(F32(scale) / F32(turn_width(dim)))
     top, total, result = F32(0), F32(0), np.zeros(dim, F32)
     for start in range(first // PIECE * PIECE, last + 1, PIECE):
         t = np.arange(max(first, start), min(last + 1, start + PIECE))
@@ -146,4 +164,6 @@ def attend(
         total = total * a + sums * b
         result = result * a + mixed * b
         top = both
+    if scales:
+        result = turn(result).reshape(-1) / F32(turn_width(dim))
     return result / total
