@@ -227,8 +227,8 @@ enum class KvType : std::uint8_t { kBfloat16, kInt8 };
 // a panel ends with the scales of its tokens; again one stream:
 //   keys    [head_dim / 2][2][16 tokens]               then 16 floats
 //   values  [8 token pairs][head_dim / 16][2][16]      then 16 floats
-// A token's head x is turned and becomes codes and a scale: a = max |x|; s = a / 127; codes x * (127 / a), to nearest even. Where a is below
-// 2^-100 all are zero; where it is not finite, s is NaN and the codes are zero.
+// A token's head x is turned and becomes codes and a scale: a = max |x|; s = a / 127; codes x * (127 / a), to nearest even. Where a
+// is below 2^-100 all are zero; where it is not finite, s is NaN and the codes are zero.
 //
 // It is turned by a Hadamard matrix, which spreads a few large numbers, as keys have them, over all (as QuaRot does: Ashkboos and
 // others, 2024). Queries are turned to meet the keys, and results are turned back. Each n numbers by themselves, where n =
@@ -258,7 +258,7 @@ struct KvCache {
 //   o_d   = sum of w_t * v_t[d] by the matrix rule with chunks of 16 tokens (a panel): even t's and odd t's apart
 // and pieces merge: with M = max(m_old, m): a = exp(m_old - M), b = exp(m - M), L = L * a + l * b, O = O * a + o * b (the first
 // piece is taken as it is); result bf16(O / L). Masked t's are skipped, never multiplied.
-// With keys and values in int8, k_t and v_t are their codes (exact in bfloat16), and the scales come in where one number a token is:
+// With keys and values in int8, k_t and v_t are their codes (exact in bfloat16), and scales come in where a token is one number:
 //   q     = bf16(turned q)
 //   s_t   = (q . k_t) * key scale * (scale / turn_width(head_dim)), in this order
 //   w_t   = bf16(exp(s_t - m) * value scale)  in o;   exp(s_t - m), not rounded, in l

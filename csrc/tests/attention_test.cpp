@@ -52,7 +52,8 @@ Head stored_head(const float* head_of, int dim, KvType type) {
   return head;
 }
 
-// Keys and values of one sequence, in random blocks of a cache whose other slots are all NaN. In int8, `keys` and `values` are codes.
+// Keys and values of one sequence, in random blocks of a cache whose other slots are all NaN. In int8, `keys` and `values` are
+// codes of what they turned into.
 struct Sequence {
   Sequence(Random& random, const Shape& s);
   // Puts the tokens from `seen` on into blocks of this size, one of which stays unused; what is before is NaN as well.
@@ -222,8 +223,8 @@ struct Expected {
 //   sums     within a piece a total takes 16 + 4 roundings, a weighted sum 8 + 16; each merge adds exp's 2 u and 2
 //            more, and the division 1: (25 + 4 pieces) u
 // Result: a quotient of two sums whose terms are off by d each, so by 2 d (1 + d) of the sum of sizes; rounded once at
-// the end. Weights under e^-87 are dropped, which is nothing next to b. In int8 two products with scales add 2 u, which is less than
-// what the score's and the sums' bounds have to spare; exact are the numbers as stored.
+// the end. Weights under e^-87 are dropped, which is nothing next to b. In int8 two products with scales add 2 u, which is
+// less than what the score's and the sums' bounds have to spare; exact are the numbers as stored, and queries as turned.
 std::vector<Expected> expect(const Sequence& s, const float* query, int kv_head, int last) {
   const int dim = s.shape.head_dim, first = first_seen(s, last);
   const double cap = s.shape.softcap;
