@@ -229,6 +229,6 @@ def test_a_machine_that_never_falls_quiet_is_not_waited_for_in_vain(monkeypatch:
 @pytest.mark.usefixtures("peers")
 def test_every_peer_has_its_script_and_its_requirements() -> None:
     roster = load("roster")
-    for name, peer in roster.ROSTER.items():
+    for peer in roster.ROSTER.values():
         assert peer.script.exists()
-        assert peer.ours or (PEERS / f"requirements-{name}.txt").exists()
+        assert peer.ours or (PEERS / f"requirements-{peer.engine}.txt").exists()
