@@ -188,12 +188,13 @@ def check_victims_were_needed(machine: SchedulerMachine, before: Before, plan: S
     runs and may still need one.
     """
     scheduler, manager = machine.scheduler, machine.scheduler.blocks
-    if manager.windows != (None,) * len(manager.windows):
-        return  # those behind the victim may give back, later in the same plan, what fell out of their windows
     running = {s.seq_id for s in scheduler.running}
     known = [len(scheduler.sequences[i].tokens) for i in admitted]
     steps = max((steps_to_compute(machine, count, len(running)) for count in known), default=1)
     reserved = sum(may_grow(machine, s, steps) for s in scheduler.running)
+    # What fell out of windows in this plan may have been given back after the victim had to leave.
+    before_plan = {block for s in scheduler.running if before.stayed(s) for block in before.held[s.seq_id]}
+    reserved += len(before_plan.difference(*(held(s) for s in scheduler.running)))
     for i, count in zip(admitted, known, strict=True):
         reserved += max(manager.most_blocks(count) - len(held(scheduler.sequences[i])), 0)
     kept = min(set(before.running) - running, key=machine.order.__getitem__)
