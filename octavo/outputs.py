@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,6 +42,20 @@ class RequestMetrics:
     decode_time: float = 0.0  # from there to its last
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; the least of its choices
     num_preemptions: int = 0  # summed over its choices
+
+
+def combined_metrics(parts: Sequence[RequestMetrics]) -> RequestMetrics:
+    """Of what arrived at one moment and belongs together: from the first that started to the last that ended."""
+    started = min(m.queue_time for m in parts)
+    first_token = min(m.queue_time + m.prefill_time for m in parts)
+    end = max(m.queue_time + m.prefill_time + m.decode_time for m in parts)
+    return RequestMetrics(
+        queue_time=started,
+        prefill_time=first_token - started,
+        decode_time=end - first_token,
+        num_cached_tokens=min(m.num_cached_tokens for m in parts),
+        num_preemptions=sum(m.num_preemptions for m in parts),
+    )
 
 
 @dataclass(slots=True)

@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
 from octavo.cli.fetch import fetch
-from octavo.cli.options import add_engine_flags, add_sampling_flags, engine_from, sampling_from
+from octavo.cli.options import add_engine_flags, add_sampling_flags, engine_from, read_chat_template, sampling_from
 from octavo.cli.terminal import show
 from octavo.config import DEMO_MODEL
 from octavo.engine import LLMEngine
@@ -68,7 +67,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     params = sampling_from(args)
     options = {
-        "chat_template": _template(args.chat_template),
+        "chat_template": read_chat_template(args.chat_template),
         "chat_template_kwargs": _variables(args.chat_template_kwargs),
     }
     config = engine_from(args)
@@ -83,15 +82,6 @@ def run(args: argparse.Namespace) -> int:
     finally:
         templates.close()
         engine.close()
-
-
-def _template(given: str | None) -> str | None:
-    if given is None or not Path(given).is_file():
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OctavoError(f"cannot read the chat template {given}: {error}") from error
 
 
 def _variables(given: str | None) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from octavo.config import EngineConfig, engine_config
-from octavo.errors import RequestError
+from octavo.errors import OctavoError, RequestError
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 _SAMPLING_HELP = {
@@ -130,6 +131,20 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
     if values["max_tokens"] is not None and values["max_tokens"] == -1:
         values["max_tokens"] = None
     return SamplingParams(**values)
+
+
+def read_chat_template(given: str | None) -> str | None:
+    """The source in the file of that name; what is no file is taken for the name of one of the model's templates.
+
+    Raises:
+        OctavoError: the file cannot be read.
+    """
+    if given is None or not Path(given).is_file():
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OctavoError(f"cannot read the chat template {given}: {error}") from error
 
 
 def _flag(name: str) -> str:

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from octavo.core import Hypothesis
 from octavo.engine.messages import BeamOutput, BeamRequest, Request, SequenceOutput
 from octavo.engine.stop_strings import StopStrings
-from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput, TokenLogprobs
+from octavo.outputs import (
+    CompletionOutput,
+    Logprob,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+    combined_metrics,
+)
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.tokenizer import Detokenizer, Tokenizer
 
@@ -151,7 +159,7 @@ class OutputProcessor:
             for index, completion in enumerate(output.outputs):
                 completion.index = index
         output.error = next((choice.error for choice in shown if choice.error is not None), None)
-        output.metrics = _combined(live.metrics)
+        output.metrics = combined_metrics(live.metrics)
         output.finished = True
 
     def _close_search(self, update: BeamOutput) -> RequestOutput:
@@ -197,17 +205,3 @@ class OutputProcessor:
 
 def _empty(count: int) -> list[CompletionOutput]:
     return [CompletionOutput(index) for index in range(count)]
-
-
-def _combined(choices: list[RequestMetrics]) -> RequestMetrics:
-    """Of a request: from the first choice that started to the last that ended. All arrived at one moment."""
-    started = min(m.queue_time for m in choices)
-    first_token = min(m.queue_time + m.prefill_time for m in choices)
-    end = max(m.queue_time + m.prefill_time + m.decode_time for m in choices)
-    return RequestMetrics(
-        queue_time=started,
-        prefill_time=first_token - started,
-        decode_time=end - first_token,
-        num_cached_tokens=min(m.num_cached_tokens for m in choices),
-        num_preemptions=sum(m.num_preemptions for m in choices),
-    )

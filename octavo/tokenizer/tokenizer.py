@@ -135,9 +135,10 @@ class Tokenizer:
             RequestError: as `encode`.
         """
         _check_encodable(text)
-        if self._guarded is None or self._guarded[0] != guard:
-            self._guarded = guard, _with_guard(self._engine, guard)
-        ids: list[int] = self._guarded[1].encode(self._prepared(text, True), add_special_tokens=False).ids
+        guarded = self._guarded  # another thread may put its own there
+        if guarded is None or guarded[0] != guard:
+            guarded = self._guarded = guard, _with_guard(self._engine, guard)
+        ids: list[int] = guarded[1].encode(self._prepared(text, True), add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
