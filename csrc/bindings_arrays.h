@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "bindings_names.h"
 #include "kernels.h"
 
 namespace nb = nanobind;
@@ -53,24 +54,6 @@ inline std::pair<std::int64_t, std::int64_t> bounds(const Range& range, std::int
   const auto r = range.value_or(std::pair<std::int64_t, std::int64_t>{0, limit});
   expect(0 <= r.first && r.first <= r.second && r.second <= limit, "a range is out of bounds");
   return r;
-}
-
-inline Epilogue epilogue_of(const std::string& name) {
-  constexpr std::pair<const char*, Epilogue> kNames[] = {{"store", Epilogue::kStore},
-                                                         {"add", Epilogue::kAdd},
-                                                         {"silu_mul", Epilogue::kSiluMul},
-                                                         {"gelu_mul", Epilogue::kGeluMul},
-                                                         {"float", Epilogue::kFloat}};
-  for (const auto& [text, value] : kNames)
-    if (name == text) return value;
-  throw std::invalid_argument("no epilogue " + name);
-}
-
-inline Activations activations_of(const std::string& name) {
-  if (name == "int8") return Activations::kInt8;
-  if (name == "int16") return Activations::kInt16;
-  if (name == "bfloat16") return Activations::kBfloat16;
-  throw std::invalid_argument("activations are int8, int16 or bfloat16, not " + name);
 }
 
 // What a product does with its sums, for a weight of so many panels.

@@ -35,11 +35,6 @@ std::vector<std::string> tables() {
   return names;
 }
 
-Gate gate_of(const std::string& name) {
-  expect(name == "silu" || name == "gelu", "the activation must be silu or gelu");
-  return name == "silu" ? Gate::kSilu : Gate::kGelu;
-}
-
 void matmul(const std::string& name, ConstBf16s x, FlatBf16 packed, int n, int k, std::optional<Bf16s> out,
             std::optional<Floats> out_float, const std::string& epilogue, std::optional<FlatFloat> bias,
             std::optional<Floats> residual, int out_width, Range rows, Range panels) {
