@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_names.h"
 #include "program.h"
 #include "rotation.h"
 
@@ -25,27 +26,6 @@ using Array = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 using Place = std::pair<int, int>;  // buffer, column
 
 View view(Place place) { return {place.first, place.second}; }
-
-Activations activations_of(const std::string& name) {
-  if (name == "int8") return Activations::kInt8;
-  if (name == "int16") return Activations::kInt16;
-  if (name == "bfloat16") return Activations::kBfloat16;
-  throw std::invalid_argument("program: activations are int8, int16 or bfloat16, not " + name);
-}
-
-Gate gate_of(const std::string& name) {
-  if (name == "silu") return Gate::kSilu;
-  if (name == "gelu") return Gate::kGelu;
-  throw std::invalid_argument("program: no gate " + name);
-}
-
-Epilogue epilogue_of(const std::string& name) {
-  if (name == "store") return Epilogue::kStore;
-  if (name == "add") return Epilogue::kAdd;
-  if (name == "silu_mul") return Epilogue::kSiluMul;
-  if (name == "gelu_mul") return Epilogue::kGeluMul;
-  throw std::invalid_argument("program: no epilogue " + name);
-}
 
 template <class T>
 auto numpy(std::vector<T> values, std::vector<std::size_t> shape) {
@@ -214,12 +194,6 @@ nb::tuple kv_cache(const Program& program, int index) {
   return codes ? kv_arrays<std::uint8_t>(program, index) : kv_arrays<std::uint16_t>(program, index);
 }
 
-KvType kv_type_of(const std::string& name) {
-  if (name == "bfloat16") return KvType::kBfloat16;
-  if (name == "int8") return KvType::kInt8;
-  throw std::invalid_argument("keys and values are bfloat16 or int8, not " + name);
-}
-
 // (cos, sin) of one token's angles: float32 [half] each.
 nb::tuple rotation(std::int32_t position, Array<float> frequencies, float factor) {
   const std::size_t half = frequencies.shape(0);
@@ -254,6 +228,8 @@ void bind_program(nb::module_& m) {
     }
     return bits;
   }, "Those of them whose rows a weight can keep, losing nothing, and the bits in which it holds a code.");
+  m.def("packing", [] { return OCTAVO_PACKING; },
+        "Names the way in which this build packs weights: another way has another name.");
   m.def("rotation", &rotation, "position"_a, "frequencies"_a, "factor"_a,
         "cos and sin of position * frequencies, times factor: what rotary embeddings turn by. float32 [half] each.");
   nb::class_<Program>(m, "Program")
@@ -292,6 +268,16 @@ void bind_program(nb::module_& m) {
              p.pack_stored(weight, first_panel, panel_step, stored, rows.data(), first, static_cast<int>(rows.shape(0)));
            },
            "weight"_a, "first_panel"_a, "panel_step"_a, "format"_a, "rows"_a, "first"_a)
+      .def_prop_ro("packed_bytes", &Program::packed_bytes)
+      .def("packed",
+           [](const Program& p, int weight) {
+             const auto bytes = p.runtime().weights.at(weight).packed();
+             return nb::bytes(bytes.data(), bytes.size());
+           },
+           "weight"_a)
+      .def("packed_checksum", &Program::packed_checksum, nb::call_guard<nb::gil_scoped_release>())
+      .def("map_weights", &Program::map_weights, "descriptor"_a, "offset"_a, "checksum"_a,
+           nb::call_guard<nb::gil_scoped_release>())
       .def("add_vector",
            [](Program& p, Array<float> values) {
              return p.add_vector(std::vector<float>(values.data(), values.data() + values.shape(0)));

@@ -24,12 +24,13 @@ class Memory {
     data_ = data;
   }
   // What is written there goes to a file, which must be as long, and which the system writes out as it sees fit.
-  static Memory of_file(int descriptor, std::size_t bytes) {
-    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-    if (data == MAP_FAILED) throw std::bad_alloc();
-    Memory memory;
-    memory.data_ = data;
-    memory.bytes_ = bytes;
+  static Memory of_file(int descriptor, std::size_t bytes) { return map(descriptor, bytes, PROT_READ | PROT_WRITE); }
+
+  // A file to be read, of at least so many bytes; processes that map it share the memory.
+  static Memory view_of_file(int descriptor, std::size_t bytes) {
+    Memory memory = map(descriptor, bytes, PROT_READ);
+    madvise(memory.data_, bytes, MADV_HUGEPAGE);
+    madvise(memory.data_, bytes, MADV_WILLNEED);  // the disk may begin
     return memory;
   }
   ~Memory() {
@@ -50,6 +51,15 @@ class Memory {
   std::size_t bytes() const { return bytes_; }
 
  private:
+  static Memory map(int descriptor, std::size_t bytes, int access) {
+    void* data = mmap(nullptr, bytes, access, MAP_SHARED, descriptor, 0);
+    if (data == MAP_FAILED) throw std::bad_alloc();
+    Memory memory;
+    memory.data_ = data;
+    memory.bytes_ = bytes;
+    return memory;
+  }
+
   void* data_ = nullptr;
   std::size_t bytes_ = 0;
 };

@@ -5,11 +5,22 @@
 #include <stdexcept>
 #include <string>
 
+#include "checksum.h"
 #include "pack.h"
 
 namespace octavo {
 
+namespace {
+
 constexpr std::int64_t kFewBytes = 4 << 20;  // are moved sooner than sleeping threads are awake
+
+std::uint64_t checksum_of(Pool& pool, const std::vector<Weight>& weights) {
+  std::vector<ByteSpan> parts;
+  for (const Weight& weight : weights) parts.push_back(weight.packed());
+  return checksum(pool, parts);
+}
+
+}  // namespace
 
 Program::Program(const Kernels& kernels, int num_threads)
     : runtime_(kernels), pool_(num_threads), scratch_(num_threads) {}
@@ -48,6 +59,7 @@ int Program::add_weight(int n, int k, std::string_view width) {
 // The panel that begins with row `first`, of those that belong to rows first .. first + count - 1.
 std::int64_t Program::panel_of(int weight, int first_panel, int panel_step, int first, int count) const {
   require(weight >= 0 && weight < static_cast<int>(runtime_.weights.size()), "no such weight");
+  require(runtime_.weight_file.bytes() == 0, "the weights are mapped from a file, and cannot be packed");
   require(first_panel >= 0 && panel_step >= 1 && first >= 0 && first % kPanel == 0 && count >= 1,
           "rows to pack begin with a whole panel");
   const std::int64_t place = first_panel + static_cast<std::int64_t>(first) / kPanel * panel_step;
@@ -65,6 +77,34 @@ void Program::pack_stored(int weight, int first_panel, int panel_step, const Sto
                           const std::uint8_t* rows, int first, int count) {
   const std::int64_t place = panel_of(weight, first_panel, panel_step, first, count);
   runtime_.weights[weight].pack(format, rows, count, place, panel_step);
+}
+
+std::int64_t Program::packed_bytes() const {
+  std::int64_t total = 0;
+  for (const Weight& weight : runtime_.weights) total += weight.bytes();
+  return total;
+}
+
+std::uint64_t Program::packed_checksum() {
+  const std::lock_guard lock(mutex_);
+  return checksum_of(pool_, runtime_.weights);
+}
+
+bool Program::map_weights(int descriptor, std::int64_t offset, std::uint64_t checksum) {
+  const std::lock_guard lock(mutex_);
+  require(offset >= 0 && offset % 64 == 0, "weights in a file begin at a multiple of 64 bytes");
+  Memory file = Memory::view_of_file(descriptor, static_cast<std::size_t>(offset + packed_bytes()));
+  std::vector<Weight> mapped = runtime_.weights;
+  std::uint8_t* place = file.as<std::uint8_t>() + offset;
+  for (Weight& weight : mapped) {
+    weight.place(place);
+    place += weight.bytes();
+  }
+  if (checksum_of(pool_, mapped) != checksum) return false;
+  runtime_.weights = std::move(mapped);
+  runtime_.weight_file = std::move(file);
+  runtime_.weight_memory = Arena();
+  return true;
 }
 
 int Program::add_vector(std::vector<float> values) {
@@ -259,8 +299,7 @@ void Program::move_blocks(std::span<const BlockMove> moves) {
 }
 
 std::int64_t Program::weight_bytes() const {
-  std::int64_t total = 0;
-  for (const Weight& weight : runtime_.weights) total += weight.bytes();
+  std::int64_t total = packed_bytes();
   for (const auto& values : runtime_.vectors) total += static_cast<std::int64_t>(values.size() * sizeof(float));
   return total;
 }

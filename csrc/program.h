@@ -56,6 +56,12 @@ class Program {
   // The same for `count` rows of a stored format, side by side.
   void pack_stored(int weight, int first_panel, int panel_step, const StoredFormat& format, const std::uint8_t* rows,
                    int first, int count);
+  // All packed weights, one after the other, make a file that a later program of the same weights maps instead of packing them.
+  std::int64_t packed_bytes() const;
+  std::uint64_t packed_checksum();
+  // Maps the file's bytes from `offset`, a multiple of 64, on, if they have this checksum; else false, and nothing is changed. The
+  // file must have the bytes. Nothing can be packed afterwards. Raises std::bad_alloc where it cannot be mapped.
+  bool map_weights(int descriptor, std::int64_t offset, std::uint64_t checksum);
   int add_vector(std::vector<float> values);
   int add_rotation(std::vector<float> frequencies, float factor);
   // group: of the layers whose keys and values share blocks, and so a block table.

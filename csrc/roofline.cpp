@@ -144,7 +144,7 @@ Roofline measure_roofline(Pool& pool, const Kernels& kernels, const std::vector<
   Roofline roofline;
   std::vector<Words> packed;
   for (const Weight& w : weights) {
-    packed.emplace_back(reinterpret_cast<const std::uint64_t*>(w.data()), w.bytes() / sizeof(std::uint64_t));
+    packed.emplace_back(reinterpret_cast<const std::uint64_t*>(w.packed().data()), w.bytes() / sizeof(std::uint64_t));
     roofline.weights_size += static_cast<double>(w.bytes());
   }
   // Pages that were never written are all one page of zeros, which is in a cache.

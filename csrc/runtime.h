@@ -75,6 +75,7 @@ struct Runtime {
   const Kernels& kernels;
   std::vector<Buffer> buffers;
   Arena weight_memory;
+  Memory weight_file;  // in its place, where the weights are mapped
   std::vector<Weight> weights;
   Activations activations = Activations::kInt8;  // where a weight is in few bits
   std::int64_t quant_chunks = 0;            // of the deepest such weight

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string_view>
 
 #include "kernels.h"
@@ -26,7 +27,7 @@ class Weight {
 
   // Where its bytes() lie, 64-byte aligned: someone else's memory.
   void place(void* data) { data_ = static_cast<std::uint8_t*>(data); }
-  const std::uint8_t* data() const { return data_; }
+  std::span<const std::uint8_t> packed() const { return {data_, static_cast<std::size_t>(bytes())}; }
 
   PackedWeight plain() const { return {reinterpret_cast<const bf16*>(data_), n_, k_}; }
   QuantWeight quant() const { return {data_, n_, k_, *format_}; }

@@ -19,6 +19,9 @@ def quant_formats() -> dict[str, int]:
 def fast_table(isa: str) -> str:
     """The table that is faster where last bits may differ from the other tables'; `isa` where there is none."""
 
+def packing() -> str:
+    """Names the way in which this build packs weights: another way has another name."""
+
 def rotation(
     position: int, frequencies: NDArray[np.float32], factor: float
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -43,6 +46,18 @@ class Program:
     def pack_stored(
         self, weight: int, first_panel: int, panel_step: int, format: str, rows: NDArray[np.uint8], first: int
     ) -> None: ...
+    @property
+    def packed_bytes(self) -> int:
+        """Of all packed weights, one after the other: a whole number of 64."""
+    def packed(self, weight: int) -> bytes:
+        """A copy of one packed weight."""
+    def packed_checksum(self) -> int:
+        """Of all packed weights: 64 bits that find damage, not forgery."""
+    def map_weights(self, descriptor: int, offset: int, checksum: int) -> bool:
+        """Read the packed weights from a file that holds them from `offset` on, if that is their checksum.
+
+        The file must be long enough. False where the checksum differs: nothing is changed then.
+        """
     def add_vector(self, values: NDArray[np.float32]) -> int: ...
     def add_rotation(self, frequencies: tuple[float, ...], factor: float) -> int: ...
     def add_cache(self, kv_heads: int, head_dim: int, group: int) -> int: ...

@@ -112,6 +112,13 @@ class EngineConfig:
             "wider, the closer and slower; auto: int8 (cpu)"
         },
     )
+    packed_cache: str | None = field(
+        default=None,
+        metadata={
+            "help": "directory in which packed weights are kept, so that later starts of the same file map them "
+            "instead of packing them (cpu)",
+        },
+    )
     max_model_len: int | None = field(
         default=None, metadata={"help": "longest context in tokens; the model's own, or what the KV pool holds"}
     )

@@ -60,6 +60,11 @@ class Backend(ABC):
         """One line for the boot report: what runs where, at which precision, with how many threads."""
 
     @property
+    def packed_cache(self) -> str:
+        """What became of `--packed-cache`: "off", "hit", "written", or "not written" and why."""
+        return "off"
+
+    @property
     @abstractmethod
     def weight_bytes(self) -> int:
         """Bytes that the weights take as they are held, not as they are in the file."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octavo.errors import ModelError
-from octavo.weights.files import read_json
+from octavo.weights.files import FileIdentity, identify, read_json
 from octavo.weights.gguf import read_gguf, split_parts
 from octavo.weights.gguf_config import config_from_gguf
 from octavo.weights.names import from_gguf, from_hf, untie
@@ -27,6 +27,7 @@ class Checkpoint:
     metadata: Mapping[str, Any]  # GGUF key-values, for the tokeniser; {} for safetensors
     tensors: Mapping[str, WeightTensor]  # under octavo's names, see names.py
     unused: list[str]  # stored names that octavo has no use for
+    sources: tuple[FileIdentity, ...]  # of the files that hold the weights, as they were before they were opened
 
     @property
     def nbytes(self) -> int:
@@ -72,20 +73,22 @@ def _nothing_to_open(directory: Path) -> str:
 
 
 def _open_gguf(path: Path) -> Checkpoint:
-    path = split_parts(path)[0]
+    parts = split_parts(path)
+    path, sources = parts[0], tuple(identify(part) for part in parts)
     file = read_gguf(path)
     try:
         config = config_from_gguf(file.metadata, file.tensors)
         tensors, unused = from_gguf(file.tensors, config)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    return Checkpoint(path, "gguf", config, {}, file.metadata, tensors, unused)
+    return Checkpoint(path, "gguf", config, {}, file.metadata, tensors, unused, sources)
 
 
 def _open_safetensors(directory: Path) -> Checkpoint:
     config = read_json(directory / "config.json")
     _refuse_quantized(directory, config)
     generation = directory / "generation_config.json"
+    sources = tuple(identify(path) for path in sorted(directory.glob("*.safetensors*")))  # an index, too
     try:
         tensors, unused = from_hf(read_safetensors(directory), config)
         tensors, tied = untie(tensors, config)
@@ -99,6 +102,7 @@ def _open_safetensors(directory: Path) -> Checkpoint:
         metadata={},
         tensors=tensors,
         unused=unused,
+        sources=sources,
     )
 
 

@@ -4,10 +4,40 @@ from __future__ import annotations
 
 import json
 import mmap
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.errors import ModelError
+
+CLOCK_TICK = 0.02  # seconds; file systems stamp changes with a clock that moves on every 10 ms or sooner
+
+
+class FileIdentity(NamedTuple):
+    """Which file this is, and which state of it, whatever its path: any change gives it another `ctime_ns`."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def identify(path: Path) -> FileIdentity:
+    """The identity of a file that is then opened: what is read from it afterwards is of this state or of a later one.
+
+    So what was made of it may be kept under this identity: a later state has another. Two changes in one tick of the
+    clock would look alike, so that a file which changed only just now is waited for.
+
+    Raises:
+        ModelError: there is no such file.
+    """
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    if abs(time.time() - stat.st_ctime) < CLOCK_TICK:
+        time.sleep(CLOCK_TICK)
+    return FileIdentity(stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def map_file(path: Path) -> mmap.mmap:

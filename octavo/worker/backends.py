@@ -69,12 +69,13 @@ def _cpu_backend(
     vocab_size: int,
     on_load: Callable[[float], None],
 ) -> Backend:
-    from octavo.backends.cpu import CpuBackend
+    from octavo.backends.cpu import CpuBackend, PackedCache
 
     if config.device not in ("auto", "cpu"):
         raise ConfigError(f"device={config.device!r}: backend='cpu' has none; leave it out, or use backend='torch'")
     if config.dtype == "float32":
         raise ConfigError("dtype='float32': backend='cpu' computes in bfloat16; use 'auto', or backend='torch'")
+    cache = None if config.packed_cache is None else PackedCache(Path(config.packed_cache), checkpoint.sources)
     return CpuBackend(
         build_graph(model, "bfloat16"),
         checkpoint.tensors,
@@ -85,6 +86,7 @@ def _cpu_backend(
         quantization=config.quantization,
         activation_dtype="int8" if config.activation_dtype == "auto" else config.activation_dtype,
         fast_math=config.fast_math,
+        packed_cache=cache,
         on_load=on_load,
     )
 
@@ -104,6 +106,7 @@ def _torch_backend(
         ("fast_math", config.fast_math),
         ("quantization", config.quantization == "int8"),
         ("activation_dtype", config.activation_dtype != "auto"),
+        ("packed_cache", config.packed_cache is not None),
     ):
         if is_cpus:
             raise ConfigError(

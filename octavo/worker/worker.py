@@ -24,6 +24,7 @@ class BootReport:
     family: str
     backend: str
     load_seconds: float
+    packed_cache: str  # see `Backend.packed_cache`
     memory: MemoryPlan
     note: str | None = None  # why the backend is not the one to expect
 
@@ -35,6 +36,7 @@ class BootReport:
             "family": self.family,
             "backend": self.backend,
             "load_seconds": self.load_seconds,
+            "packed_cache": self.packed_cache,
             "memory_limit": memory.memory_limit,
             "weight_bytes": memory.weight_bytes,
             "kv_bytes": memory.kv_bytes,
@@ -53,7 +55,8 @@ class BootReport:
     def __str__(self) -> str:
         memory = self.memory
         lines = [
-            f"{self.model} ({self.family}) on {self.backend}, loaded in {self.load_seconds:.1f} s",
+            f"{self.model} ({self.family}) on {self.backend}, loaded in {self.load_seconds:.1f} s "
+            f"(packed cache: {self.packed_cache})",
             f"weights {_size(memory.weight_bytes)}; KV {_size(memory.kv_bytes_per_token)} a token; pool of "
             f"{memory.num_blocks} blocks x {memory.block_size} tokens, {_size(memory.kv_bytes)} at most "
             f"(process limit {_size(memory.memory_limit)})",
@@ -126,6 +129,7 @@ class Worker:
             family=model.family,
             backend=backend.description,
             load_seconds=time.perf_counter() - start,
+            packed_cache=backend.packed_cache,
             memory=memory,
             note=note,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from octavo.backends.cpu import CpuBackend
+from octavo.backends.cpu import CpuBackend, PackedCache
 from octavo.core import NOTHING
 from octavo.weights import WeightTensor, open_checkpoint
 from octavo.weights.quants import TYPES
@@ -32,10 +32,12 @@ def load_native(
     activation_dtype: str = "int8",
     kv_cache_dtype: str = "bfloat16",
     stored: Sequence[str] = (),
+    packed_cache: Path | None = None,
 ) -> CpuBackend:
     """`stored`: formats that the matrices take in turn, filled at random; without any, they are as in the file."""
     traced = graph(path, "bfloat16")
-    tensors = open_checkpoint(path).tensors
+    checkpoint = open_checkpoint(path)
+    tensors = checkpoint.tensors
     return CpuBackend(
         traced,
         stored_at_random(tensors, stored) if stored else tensors,
@@ -49,6 +51,7 @@ def load_native(
         cascade=cascade,
         quantization=quantization,
         activation_dtype=activation_dtype,
+        packed_cache=None if packed_cache is None else PackedCache(packed_cache, checkpoint.sources),
     )
 
 

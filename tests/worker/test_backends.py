@@ -75,6 +75,17 @@ def test_int8_keys_and_values_are_of_the_cpu_backend(tiny_llama: Path) -> None:
     assert "KV cache" not in boot(tiny_llama, backend="cpu")
 
 
+def test_the_boot_report_says_what_became_of_the_packed_cache(tiny_llama: Path, tmp_path: Path) -> None:
+    options = {"backend": "cpu", "packed_cache": str(tmp_path / "packed")}
+    assert "(packed cache: off)\n" in boot(tiny_llama, backend="cpu")
+    assert "(packed cache: written)\n" in boot(tiny_llama, **options)
+    assert "(packed cache: hit)\n" in boot(tiny_llama, **options)
+    with pytest.raises(ConfigError, match=r"packed_cache='.+' is of backend='cpu'"):
+        boot(tiny_llama, **{**options, "backend": "torch"})
+    with pytest.raises(ConfigError, match="no directory, and none can be made there"):
+        boot(tiny_llama, backend="cpu", packed_cache=str(Path(__file__)))
+
+
 def test_the_boot_report_says_what_the_weights_became(tiny_llama: Path) -> None:
     report = boot(tiny_llama, backend="cpu", quantization="int8", activation_dtype="int16")
     assert "8-bit (int8)" in report

@@ -133,12 +133,12 @@ class TestSwapSpace:
 
 class TestBootReport:
     def report(self, memory: MemoryPlan) -> BootReport:
-        return BootReport("m", "llama", "recorder", 1.0, memory, "a note")
+        return BootReport("m", "llama", "recorder", 1.0, "off", memory, "a note")
 
     def test_a_plain_model(self) -> None:
         report = self.report(plan(Memory(), num_kv_blocks=10))
         assert str(report).splitlines() == [
-            "m (llama) on recorder, loaded in 1.0 s",
+            "m (llama) on recorder, loaded in 1.0 s (packed cache: off)",
             "  weights 200.0 MiB; KV 64.0 KiB a token; pool of 10 blocks x 16 tokens, 10.0 MiB at most "
             "(process limit 1000.0 MiB)",
             "  context 160 tokens; 1.0 requests of that length fit at once",

@@ -2,5 +2,6 @@
 
 from octavo.backends.cpu.backend import CpuBackend
 from octavo.backends.cpu.native import isas
+from octavo.backends.cpu.packed_cache import PackedCache
 
-__all__ = ["CpuBackend", "isas"]
+__all__ = ["CpuBackend", "PackedCache", "isas"]

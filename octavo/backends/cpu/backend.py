@@ -14,6 +14,7 @@ from octavo.backends.base import Backend, Batch
 from octavo.backends.cpu.cores import usable_cores
 from octavo.backends.cpu.lower import check_graph, lower
 from octavo.backends.cpu.native import Program, fast_table, isas, quant_formats, sampling
+from octavo.backends.cpu.packed_cache import PackedCache
 from octavo.backends.cpu.packing import pack, stored_width
 from octavo.backends.cpu.profiler import CpuProfiler
 from octavo.backends.host_memory import memory_limit
@@ -45,6 +46,7 @@ class CpuBackend(Backend):
         num_threads: None is one for each core that the process may use.
         vocab_size: ids from here on are never sampled.
         isa: a kernel table of this machine; None is what OCTAVO_ISA names, else the fastest. All give the same bits.
+        packed_cache: where packed weights are looked for, and else kept.
         on_load: called with the share of the weights that are packed, 0 to 1, as they are.
         fuse: False runs every op of the graph on its own: the same bits, slower.
         fast_math: take kernels whose results may differ from the other tables' in their last bits, where such are
@@ -68,6 +70,7 @@ class CpuBackend(Backend):
         quantization: str | None = None,
         activation_dtype: str = "int8",
         isa: str | None = None,
+        packed_cache: PackedCache | None = None,
         on_load: Callable[[float], None] = lambda share: None,
         fuse: bool = True,
         fast_math: bool = False,
@@ -101,7 +104,14 @@ class CpuBackend(Backend):
         self._program.set_kv_cache_dtype(kv_cache_dtype)
         jobs = lower(graph, weights, self._program, fuse=fuse, quantization=quantization)
         self._precision = _describe([stored_width(job.tensor, quantization) for job in jobs], activation_dtype)
-        pack(self._program, jobs, on_load)
+        if packed_cache is None:
+            pack(self._program, jobs, on_load)
+            self._packed_cache = "off"
+        else:
+            self._packed_cache = packed_cache.fill(
+                self._program, jobs, quantization, lambda: pack(self._program, jobs, on_load)
+            )
+            on_load(1.0)
 
     @property
     def description(self) -> str:
@@ -109,6 +119,10 @@ class CpuBackend(Backend):
         kv_cache = "" if self._kv_cache_dtype == "bfloat16" else "; KV cache int8"
         how = f"{self._program.isa}, {threads}: {self._why_threads}"
         return f"cpu ({how}), {self._precision}{kv_cache}{self._fast_math}"
+
+    @property
+    def packed_cache(self) -> str:
+        return self._packed_cache
 
     @property
     def weight_bytes(self) -> int:

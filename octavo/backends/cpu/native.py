@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from octavo._native import Program, fast_table, isas, quant_formats, sampling, stored_formats
+from octavo._native import Program, fast_table, isas, packing, quant_formats, sampling, stored_formats
 
-__all__ = ["Program", "fast_table", "isas", "quant_formats", "sampling", "stored_formats"]
+__all__ = ["Program", "fast_table", "isas", "packing", "quant_formats", "sampling", "stored_formats"]
