@@ -204,15 +204,17 @@ def test_rows_of_one_prompt_share_nothing(load: Callable[..., CpuBackend], num_t
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}  # super-blocks
 
 
+@pytest.mark.parametrize("kv_cache_dtype", KV_CACHES)
 @pytest.mark.parametrize("activation_dtype", ["int8", "int16", "bfloat16"])
 @pytest.mark.parametrize("width", [*quant_formats(), "int8", "all in turn"])
-def test_each_width(tmp_path: Path, width: str, activation_dtype: str) -> None:
+def test_each_width(tmp_path: Path, width: str, activation_dtype: str, kv_cache_dtype: str) -> None:
     """Weights in few bits: one step of one thread of the plainest kernels, and all else that may run them."""
     path = make("llama", tmp_path, head_dim=16, **WIDE).path
     options = {
         "stored": {"int8": [], "all in turn": [*quant_formats(), "BF16"]}.get(width, [width]),
         "quantization": "int8" if width == "int8" else None,
         "activation_dtype": activation_dtype,
+        "kv_cache_dtype": kv_cache_dtype,
     }
     tokens = prompt(70, seed=5)
     expected = NativePaged(load_native(path, isa="portable", fuse=False, **options)).logits(tokens)
