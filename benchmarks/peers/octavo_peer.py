@@ -17,6 +17,7 @@ class Octavo:
         parser.add_argument("--fast-math", action="store_true")
         parser.add_argument("--quantization")
         parser.add_argument("--kv-cache-dtype", default="auto")
+        parser.add_argument("--packed-cache")
         options = vars(parser.parse_known_args()[0])
         kv_bytes = 4 << 30  # as the peers have
         self.llm = LLM(model, backend="cpu", num_threads=threads, kv_cache_memory_bytes=kv_bytes, **options)

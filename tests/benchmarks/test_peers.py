@@ -88,6 +88,23 @@ class TestReport:
         assert rows[1]["speedup"] == report.Spread(3.0, 3.0, 3.0)
         assert rows[0]["spread"] == report.Spread(1.0, 1.0, 2.0)
 
+    def test_a_peer_is_compared_with_the_octavo_of_its_weights(self) -> None:
+        report = load("report")
+        seconds = {"octavo": 4.0, "octavo_q4_1": 2.0, "llama_cpp": 8.0, "llama_cpp_q4_1": 6.0, "llama_cpp_gemma3": 1.0}
+        runs = {
+            name: {"B": [{"seconds": each, "output_tokens": 2, "ttft": 0.0, "first_ids": [1], "others": 0.0}]}
+            for name, each in seconds.items()
+        }
+        rows = {row["engine"]: row for row in report.rows(runs, ["B"])}
+        beside = {name: (row["beside"], row["speedup"].median) for name, row in rows.items() if "beside" in row}
+        assert beside == {
+            "octavo_q4_1": ("octavo", 0.5),
+            "llama_cpp": ("octavo", 2.0),
+            "llama_cpp_q4_1": ("octavo_q4_1", 3.0),
+        }
+        assert rows["llama_cpp_q4_1"]["target"] == 1.6
+        assert "speedup" not in rows["llama_cpp_gemma3"]  # what it goes with has not run
+
     def test_no_path_of_the_machine_is_kept(self) -> None:
         text = "ended with 1: FileNotFoundError: [Errno 2] No such file: '/home/me/models/x.gguf' (logs in /tmp/a-b)"
         kept = load("report").without_paths(text)
@@ -232,3 +249,16 @@ def test_every_peer_has_its_script_and_its_requirements() -> None:
     for peer in roster.ROSTER.values():
         assert peer.script.exists()
         assert peer.ours or (PEERS / f"requirements-{peer.engine}.txt").exists()
+        beside = roster.ROSTER[peer.beside]
+        assert beside.ours
+        assert beside.model == peer.model or beside.name == roster.OURS
+
+
+@pytest.mark.usefixtures("peers")
+def test_flags_name_the_folder_of_models(tmp_path: Path) -> None:
+    roster = load("roster")
+    setup = roster.Setup(tmp_path / "envs", tmp_path / "models", 2)
+    packed = roster.ROSTER["octavo_q4_1_packed"]
+    for command in (packed.command(setup), packed.cold_command(setup, "Hello")):
+        assert command[command.index("--packed-cache") + 1] == str(tmp_path / "models" / "packed")
+    assert packed.model == roster.ROSTER["octavo_q4_1"].model
