@@ -27,6 +27,7 @@ from octavo.weights import FileIdentity
 
 HEADER = 4096  # bytes; weights begin with a page
 _MAGIC = b"octavo packed weights\n"
+_WRITTEN_AT_ONCE = 64 << 20  # bytes: so that Linux can keep the file in pages of 2 MiB, and map it in such
 _ABANDONED = 24 * 3600  # seconds after which a file that a killed process left half written is removed
 
 
@@ -84,7 +85,7 @@ class PackedCache:
                     abandoned.unlink()
         temporary = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
         try:
-            with temporary.open("xb") as file:
+            with temporary.open("xb", buffering=_WRITTEN_AT_ONCE) as file:
                 os.posix_fallocate(file.fileno(), 0, HEADER + program.packed_bytes)
                 file.write(_header(key, program.packed_bytes) + program.packed_checksum().to_bytes(8, "little"))
                 for weight in sorted({job.weight for job in jobs}):
