@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
     from octavo.engine import LLMEngine, TextPrompt, TokensPrompt
-    from octavo.errors import ConfigError, ModelError, OctavoError, RequestError
+    from octavo.engine.async_llm_engine import AsyncLLMEngine
+    from octavo.errors import ConfigError, ModelError, OctavoError, QueueFullError, RequestError
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from octavo.sampling_params import BeamSearchParams, SamplingParams
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AsyncLLMEngine": "octavo.engine.async_llm_engine",
     "LLM": "octavo.llm",
     "LLMEngine": "octavo.engine",
     "TextPrompt": "octavo.engine",
@@ -33,11 +35,13 @@ _HOME = {
     "ConfigError": "octavo.errors",
     "ModelError": "octavo.errors",
     "OctavoError": "octavo.errors",
+    "QueueFullError": "octavo.errors",
     "RequestError": "octavo.errors",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLMEngine",
     "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
@@ -46,6 +50,7 @@ __all__ = [
     "Logprob",
     "ModelError",
     "OctavoError",
+    "QueueFullError",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",

@@ -19,3 +19,12 @@ class ModelError(OctavoError):
 
 class RequestError(OctavoError, ValueError):
     """One request is refused or failed; every other request goes on."""
+
+
+class QueueFullError(OctavoError):
+    """As many requests wait as may; nothing of this one was queued."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        """`retry_after`: seconds after which there is likely to be room, from 1 on."""
+        super().__init__(message)
+        self.retry_after = retry_after

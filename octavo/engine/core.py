@@ -34,6 +34,7 @@ class EngineCore:
             preemption_mode=config.preemption_mode,
         )
         self._beams = BeamSearches(self.scheduler)
+        self._told: dict[int, int] = {}  # by seq_id: preemptions that the metrics last sent know of
 
     def add(self, request: SequenceRequest) -> None:
         """Queues a sequence.
@@ -44,7 +45,7 @@ class EngineCore:
         self.scheduler.add(
             Sequence(
                 request.seq_id,
-                request.tokens,
+                request.tokens + request.sampled,
                 request.params,
                 max_length=request.max_length,
                 stop_token_ids=request.stop_token_ids,
@@ -53,6 +54,7 @@ class EngineCore:
                 choice=request.choice,
                 priority=request.priority,
                 arrival_time=request.arrival_time,
+                prompt_length=len(request.tokens),
                 cache_salt=request.cache_salt,
                 group=request.seq_id - request.choice,
             )
@@ -90,7 +92,9 @@ class EngineCore:
                 continue
             output = SequenceOutput(seq_id, token if token >= 0 else None, result.logprobs.get(seq_id), prompt_logprobs)
             if sequence is not None:
-                _close(output, sequence, result.errors.get(seq_id))
+                self._close(output, sequence, result.errors.get(seq_id))
+            elif token >= 0:
+                output.metrics = self._new_metrics(seq_id)
             outputs.append(output)
         return outputs + self._beams.take(result)
 
@@ -103,7 +107,7 @@ class EngineCore:
         if sequence is None:
             return None
         output = SequenceOutput(seq_id)
-        _close(output, sequence, None)
+        self._close(output, sequence, None)
         return output
 
     def live_seq_ids(self, seq_id: int) -> list[int]:
@@ -123,17 +127,26 @@ class EngineCore:
     def close(self) -> None:
         self.executor.close()
 
+    def _new_metrics(self, seq_id: int) -> RequestMetrics | None:
+        """Of a sequence that goes on, what its first token or its latest preemption has changed."""
+        sequence = self.scheduler.sequences[seq_id]
+        if self._told.get(seq_id) == sequence.num_preemptions:
+            return None
+        self._told[seq_id] = sequence.num_preemptions
+        return _metrics(sequence)
 
-def _close(output: SequenceOutput, sequence: Sequence, error: str | None) -> None:
-    output.finish_reason = sequence.finish_reason
-    output.metrics = _metrics(sequence)
-    output.error = error
-    if error is not None:
-        log_event("request_failed", {"seq_id": sequence.seq_id, "error": error}, logging.WARNING)
+    def _close(self, output: SequenceOutput, sequence: Sequence, error: str | None) -> None:
+        self._told.pop(sequence.seq_id, None)
+        output.finish_reason = sequence.finish_reason
+        output.metrics = _metrics(sequence)
+        output.error = error
+        if error is not None:
+            log_event("request_failed", {"seq_id": sequence.seq_id, "error": error}, logging.WARNING)
 
 
 def _metrics(sequence: Sequence) -> RequestMetrics:
-    end = sequence.finish_time or sequence.arrival_time
+    """Of one that goes on, up to its first token."""
+    end = sequence.finish_time or sequence.first_token_time or sequence.arrival_time
     scheduled = end if sequence.first_scheduled_time is None else sequence.first_scheduled_time
     first_token = end if sequence.first_token_time is None else sequence.first_token_time
     return RequestMetrics(

@@ -53,8 +53,13 @@ class InputProcessor:
         self._num_requests = 0
         self._num_sequences = 0
 
-    def process(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Request:
+    def process(
+        self, prompt: Prompt, params: SamplingParams, priority: int = 0, *, tokens: list[int] | None = None
+    ) -> Request:
         """
+        Args:
+            tokens: what `tokens` made of the prompt, if it did.
+
         Raises:
             RequestError: the prompt or its salt is empty or of the wrong type; the prompt names ids that the model
                 lacks, or leaves no room in the context for one token; a parameter names such an id, or parameters leave
@@ -63,7 +68,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={params!r}: expected SamplingParams")
         _check_priority(priority)
-        tokens, salt = self._tokens(prompt), _cache_salt(prompt)
+        tokens, salt = self.tokens(prompt) if tokens is None else tokens, _cache_salt(prompt)
         if params.prompt_logprobs is not None:
             _check_ids("prompt_token_ids with prompt_logprobs", tokens, self.vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, self.model.vocab_size)
@@ -93,7 +98,7 @@ class InputProcessor:
             RequestError: as for `process`.
         """
         _check_priority(priority)
-        tokens, salt = self._tokens(prompt), _cache_salt(prompt)
+        tokens, salt = self.tokens(prompt), _cache_salt(prompt)
         _check_ids("stop_token_ids", params.stop_token_ids, self.model.vocab_size)
         self._check_length(len(tokens), scores=False)
         room = self.max_model_len if params.max_tokens is None else len(tokens) + params.max_tokens
@@ -149,7 +154,12 @@ class InputProcessor:
             raise RequestError(f"bad_words={word!r}: the tokeniser makes no token of it; leave it out")
         return [form for form in forms if max(form) < self.vocab_size]
 
-    def _tokens(self, prompt: object) -> list[int]:
+    def tokens(self, prompt: object) -> list[int]:
+        """The prompt's token ids; may be called in any thread.
+
+        Raises:
+            RequestError: the prompt is empty, of the wrong type, or names ids that the model lacks.
+        """
         given = {"prompt": prompt} if isinstance(prompt, str) else prompt
         names = set(given) - {"cache_salt"} if isinstance(given, Mapping) else set()
         if isinstance(given, Mapping) and names == {"prompt"} and isinstance(given["prompt"], str):

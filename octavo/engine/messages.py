@@ -24,6 +24,7 @@ class SequenceRequest:
     choice: int = 0  # the sequences of a request follow each other, with seq_ids that do
     bans: Bans = NO_BANS
     cache_salt: str | None = None
+    sampled: list[int] = field(default_factory=list)  # by an engine that is no more, of this very sequence: they follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class SequenceOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    metrics: RequestMetrics | None = None  # with the finish reason
+    # With the finish reason; and so far, with the first token and that after each preemption.
+    metrics: RequestMetrics | None = None
     error: str | None = None
 
 

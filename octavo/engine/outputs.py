@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octavo.core import Hypothesis
-from octavo.engine.messages import BeamOutput, BeamRequest, Request, SequenceOutput
+from octavo.engine.messages import BeamOutput, BeamRequest, Request, SequenceOutput, SequenceRequest
 from octavo.engine.stop_strings import StopStrings
 from octavo.outputs import (
     CompletionOutput,
@@ -48,6 +48,7 @@ class _Live:
     params: SamplingParams
     choices: list[_Choice]
     metrics: list[RequestMetrics] = field(default_factory=list)  # of the choices that are finished
+    num_repeated: int = 0  # prompt logprobs that are here and will come again
 
 
 class OutputProcessor:
@@ -75,6 +76,17 @@ class OutputProcessor:
     def add_beams(self, request_id: str, prompt: str | None, request: BeamRequest) -> None:
         output = RequestOutput(request_id, prompt, list(request.tokens), _empty(request.params.beam_width))
         self._searches[request.seq_id] = output, request.params
+
+    def resume(self, request: SequenceRequest) -> SequenceRequest:
+        """What an engine that knows nothing of a sequence is to be told, so that it goes on where it stands here."""
+        live, choice = self._live[request.seq_id]
+        sampled = choice.completion.token_ids
+        if request.params.prompt_logprobs is None:
+            return replace(request, sampled=list(sampled))
+        if sampled:  # all of the prompt's are here
+            return replace(request, sampled=list(sampled), params=replace(request.params, prompt_logprobs=None))
+        live.num_repeated = len(live.output.prompt_logprobs or [None]) - 1
+        return request
 
     def process(self, updates: Iterable[SequenceOutput | BeamOutput]) -> tuple[list[RequestOutput], list[int]]:
         """Takes what one step did.
@@ -110,7 +122,9 @@ class OutputProcessor:
     def _take(self, live: _Live, choice: _Choice, update: SequenceOutput) -> None:
         completion = choice.completion
         if live.output.prompt_logprobs is not None:
-            live.output.prompt_logprobs += [self._with_text(entry) for entry in update.prompt_logprobs]
+            known = min(live.num_repeated, len(update.prompt_logprobs))
+            live.num_repeated -= known
+            live.output.prompt_logprobs += [self._with_text(entry) for entry in update.prompt_logprobs[known:]]
         if live.params.max_tokens == 0:
             return  # the one token that was sampled is not asked for
         if update.token_id is not None:

@@ -1,0 +1,290 @@
+"""Keeps an engine process up: starts it, watches that it lives and gets on, and starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from octavo.engine import wire
+from octavo.engine.life import ENGINE_MODULE, Life, Vitals
+from octavo.errors import ConfigError, ModelError, OctavoError
+from octavo.metrics import log_event
+from octavo.worker import BootReport
+
+Phase = Literal["loading", "ready", "restarting", "failed", "closed"]
+
+BUSY_SHARE = 0.05  # of one core: a process that takes less than that does not compute
+LOOKS = 10  # at the process, per hang_timeout
+MOST_SECONDS_BETWEEN_LOOKS = 1.0
+LONGEST_DELAY = 30.0  # seconds before another start
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorOptions:
+    hang_timeout: float = 60.0  # seconds without a sign of progress after which the engine is killed
+    step_timeout: float = 1800.0  # seconds that one step may take, though the process computes all the time
+    max_failures: int = 5  # lives in a row that brought nothing; then the supervisor gives up
+    restart_delay: float = 0.25  # seconds before the start that follows such a life; four times as long after each
+    module: str = ENGINE_MODULE  # for tests: an engine that fails
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What is true at the moment at which it was asked for."""
+
+    ready: bool  # the model is loaded and the process runs
+    alive: bool  # it is, or will be again: it is being started. False: it is closed, or was given up
+    reason: str  # for people
+    num_restarts: int
+    pid: int | None  # of the engine process, while there is one
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a life ended."""
+
+    reason: str
+    in_step: list[int]  # the seq_ids of the step that it died in, if it did
+
+
+class Owner(Protocol):
+    """Who the supervisor works for. None of these may raise."""
+
+    def engine_ready(self, boot_report: BootReport) -> None:
+        """A new engine is there, and knows nothing."""
+
+    def engine_said(self, message: wire.Stepped | wire.Answer) -> None: ...
+
+    def engine_died(self, death: Death) -> bool:
+        """Whether it is known what it died of, so that it may well live without that."""
+
+    def engine_given_up(self, error: OctavoError) -> None:
+        """There will be no other."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps are to be expected of an engine that is ready."""
+
+
+class Supervisor:
+    """One life after the other.
+
+    ::
+
+        loading ──► ready ──► (dies, or hangs and is killed) ──► restarting ──► loading ──► ...
+           └── refused at the first start: the error is raised        └── too many in vain: failed
+    """
+
+    def __init__(
+        self, owner: Owner, start: Awaitable[wire.Start], max_num_seqs: int, options: SupervisorOptions
+    ) -> None:
+        """
+        Args:
+            start: may be awaited more than once. It is awaited when the process is there, so that it can be made while
+                that one comes up.
+        """
+        self.options = options
+        self.num_restarts = 0
+        self._owner = owner
+        self._start = start
+        self._max_num_seqs = max_num_seqs
+        self._phase: Phase = "loading"
+        self._why = "the engine process is being started"
+        self._life: Life | None = None
+        self._progress = Progress(options)
+        self._brought_something = False  # this life has
+        self._last_words: str | None = None  # of this life
+        self._first_ready: asyncio.Future[BootReport] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run(), name="octavo engine supervisor")
+        self._task.add_done_callback(self._stopped)
+
+    async def ready(self) -> BootReport:
+        """Waits for the first engine.
+
+        Raises:
+            ModelError, ConfigError: it cannot load the model.
+            OctavoError: it died as it tried.
+        """
+        return await asyncio.shield(self._first_ready)
+
+    def send(self, message: wire.ToEngine) -> None:
+        """To the engine, which `is_ready`. If it dies before it has read this, its successor has to be told."""
+        assert self._life is not None
+        self._life.send(message)
+
+    @property
+    def is_ready(self) -> bool:
+        """As far as it has been noticed; `health` looks."""
+        return self._phase == "ready"
+
+    @property
+    def health(self) -> Health:
+        alive, ready, why = self._phase in ("loading", "ready", "restarting"), self._phase == "ready", self._why
+        pid = None if self._life is None else self._life.pid
+        if ready and self._life is not None:
+            now = self._life.vitals()
+            if now.dead:
+                ready, why = False, "the engine process has just died"
+            elif now.stopped:
+                ready, why = False, "the engine process is stopped"
+            elif self._progress.late:
+                ready, why = False, self._progress.describe()
+        return Health(ready, alive, why, self.num_restarts, pid)
+
+    async def close(self) -> None:
+        """Ends the engine, always by SIGKILL: it keeps nothing that could be lost. Safe to call twice."""
+        self._enter("closed", "the engine was closed")
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    # Inside
+
+    def _enter(self, phase: Phase, why: str) -> None:
+        self._phase, self._why = phase, why
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            death = await self._live()
+            self._enter("restarting", f"the engine died ({death.reason}) and is started again")
+            log_event("engine_died", {"reason": death.reason, "running": len(death.in_step)}, logging.ERROR)
+            if not self._first_ready.done():
+                raise OctavoError(f"the engine process ended as it loaded the model: {death.reason}")
+            self._first_ready.result()
+            explained = self._owner.engine_died(death)
+            failures = 0 if self._brought_something or explained else failures + 1
+            if failures >= self.options.max_failures:
+                raise OctavoError(
+                    f"the engine died {failures} times in a row without having done anything, the last time: "
+                    f"{death.reason}; see what it wrote on stderr"
+                )
+            self.num_restarts += 1
+            if failures:
+                await asyncio.sleep(min(self.options.restart_delay * 4 ** (failures - 1), LONGEST_DELAY))
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        """There will be no other life."""
+        if task.cancelled():
+            return
+        cause = task.exception()
+        error = cause if isinstance(cause, OctavoError) else OctavoError(f"the engine's supervisor failed: {cause!r}")
+        error.__cause__ = cause if error is not cause else None
+        self._enter("failed", str(error))
+        if not self._first_ready.done():
+            self._first_ready.set_exception(error)
+        elif self._first_ready.exception() is None:
+            log_event("engine_given_up", {"reason": str(error)}, logging.ERROR)
+            self._owner.engine_given_up(error)
+
+    async def _live(self) -> Death:
+        """One life, from its start to its end."""
+        self._brought_something, self._last_words = False, None
+        self._progress = Progress(self.options)
+        try:
+            life = self._life = Life(self.options.module, self._max_num_seqs)
+        except OSError as error:  # no memory, no more processes: that may pass
+            return Death(f"it cannot be started: {error}", [])
+        ended = asyncio.create_task(life.ended())
+        helpers = [asyncio.create_task(self._listen(life)), asyncio.create_task(self._watch(life))]
+        try:
+            done, _ = await asyncio.wait([ended, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            if ended not in done:
+                await done.pop()  # it raises: a helper never returns
+            await _cancel(helpers)
+            for message in life.left_over():
+                self._hear(message)
+            return Death(self._progress.verdict or self._last_words or ended.result(), life.recorder.in_step)
+        finally:
+            life.kill()
+            await _cancel(helpers)
+            await ended
+            life.close()
+            self._life = None
+
+    async def _listen(self, life: Life) -> None:
+        life.send(await self._start)
+        while True:
+            self._hear(await life.receive())
+
+    def _hear(self, message: wire.FromEngine) -> None:
+        self._progress.heard()
+        match message:
+            case wire.Stepped() | wire.Answer():
+                self._brought_something |= isinstance(message, wire.Stepped)
+                self._owner.engine_said(message)
+            case wire.Loading(share):
+                self._enter("loading", f"the model is being loaded: {share:.0%}")
+            case wire.Ready(boot_report):
+                self._enter("ready", "the engine is ready")
+                self._owner.engine_ready(boot_report)
+                if not self._first_ready.done():
+                    self._first_ready.set_result(boot_report)
+            case wire.Refused(kind, text):
+                self._last_words = text
+                if not self._first_ready.done():
+                    self._first_ready.set_exception((ModelError if kind == "ModelError" else ConfigError)(text))
+
+    async def _watch(self, life: Life) -> None:
+        """Kills the engine when it hangs."""
+        interval = min(self.options.hang_timeout / LOOKS, MOST_SECONDS_BETWEEN_LOOKS)
+        while True:
+            await asyncio.sleep(interval)
+            idle = self._phase == "ready" and not self._owner.has_work
+            if self._progress.look(life.vitals(), life.recorder.num_steps, idle=idle):
+                life.kill()
+
+
+class Progress:
+    """Whether an engine gets on.
+
+    Signs of that: a message, a finished step, or that the process computes (a long prefill) or reads from a disk. A
+    process that is stopped, or waits for what never comes, shows none of them; one that has nothing to do need not.
+    """
+
+    def __init__(self, options: SupervisorOptions) -> None:
+        self._hang_timeout = options.hang_timeout
+        self._step_timeout = options.step_timeout
+        now = time.monotonic()
+        self._sign = now  # when there was one
+        self._step = now  # when a message came or a step was done
+        self._looked = now
+        self._num_steps = 0
+        self._vitals = Vitals("R", 0, 0.0)
+        self.verdict: str | None = None  # why it was to be killed
+
+    def heard(self) -> None:
+        self._sign = self._step = time.monotonic()
+
+    def look(self, vitals: Vitals, num_steps: int, *, idle: bool) -> bool:
+        """Takes in how the process is; whether it hangs."""
+        now = time.monotonic()
+        busy = vitals.cpu_seconds - self._vitals.cpu_seconds > BUSY_SHARE * (now - self._looked)
+        reads = vitals.major_faults > self._vitals.major_faults
+        held_up = now - self._looked > self._hang_timeout / 2  # this process was: it cannot tell
+        if num_steps > self._num_steps or (idle and not vitals.stopped):
+            self.heard()
+        elif busy or reads or held_up:
+            self._sign = now
+        self._looked, self._vitals, self._num_steps = now, vitals, num_steps
+        if now - self._sign > self._hang_timeout or now - self._step > self._step_timeout:
+            self.verdict = f"it hung: {self.describe()}"
+        return self.verdict is not None
+
+    @property
+    def late(self) -> bool:
+        """Half of the time has passed."""
+        return time.monotonic() - self._sign > self._hang_timeout / 2
+
+    def describe(self) -> str:
+        now = time.monotonic()
+        return f"no sign of progress for {now - self._sign:.1f} s, no step or message for {now - self._step:.1f} s"
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
