@@ -11,7 +11,8 @@ from octavo.errors import RequestError
 
 GREEDY_TEMPERATURE = 1e-3  # at or below this a temperature is greedy: nothing else is left of the distribution
 MAX_LOGPROBS = 20  # as OpenAI's top_logprobs; a request for more is refused
-MAX_SEED = 2**64 - 1
+MAX_INTEGER = 2**64 - 1  # what a message between processes holds
+MAX_SEED = MAX_INTEGER
 MAX_TOP_K = 2**31 - 1  # what the sampler's int32 holds
 MAX_CHOICES = 128  # of n and best_of
 MAX_BEAM_WIDTH = 128
@@ -105,6 +106,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (low, high) in _NUMBERS.items():
             _number(name, getattr(self, name), low, high)
+            self._store(name, float(getattr(self, name)))
         if self.top_p == 0.0:
             raise RequestError("top_p=0: must be above 0 and at most 1")
         for name, (first, last) in _INTEGERS.items():
@@ -225,6 +227,8 @@ def _integer(name: str, value: Any, low: int, high: int | None) -> None:
         raise RequestError(f"{name}={_show(value)}: expected a whole number {limits}")
     if value < low or (high is not None and value > high):
         raise RequestError(f"{name}={_show(value)}: must be {limits}")
+    if value > MAX_INTEGER:
+        raise RequestError(f"{name}={_show(value)}: must be at most {MAX_INTEGER}")
 
 
 def _switch(name: str, value: Any) -> None:
@@ -265,7 +269,14 @@ def _words(name: str, value: Any, most: int) -> tuple[str, ...]:
     for word in words:
         if not isinstance(word, str) or not 1 <= len(word) <= MAX_WORD_LENGTH:
             raise RequestError(f"{name}={_show(word)}: expected a string of 1 to {MAX_WORD_LENGTH} characters")
+        if not is_text(word):
+            raise RequestError(f"{name}={_show(word)}: it holds a lone surrogate, which no text does; leave it out")
     return words
+
+
+def is_text(word: str) -> bool:
+    """Whether UTF-8 can carry it: a lone surrogate stands for no character."""
+    return not any("\ud800" <= character <= "\udfff" for character in word)
 
 
 def _show(value: object) -> str:

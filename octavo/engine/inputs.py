@@ -11,10 +11,11 @@ from octavo.config import ModelConfig
 from octavo.engine.messages import BeamRequest, Request, SequenceRequest
 from octavo.errors import RequestError
 from octavo.sampling import request_seed
-from octavo.sampling_params import Bans, BeamSearchParams, SamplingParams
+from octavo.sampling_params import Bans, BeamSearchParams, SamplingParams, is_text
 from octavo.tokenizer import Tokenizer
 
 MAX_SALT_LENGTH = 1024  # characters
+MAX_PRIORITY = 2**63 - 1  # what a message between processes holds
 
 
 class TextPrompt(TypedDict):
@@ -190,6 +191,8 @@ class InputProcessor:
 def _check_priority(priority: object) -> None:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise RequestError(f"priority={priority!r}: expected a whole number")
+    if abs(priority) > MAX_PRIORITY:
+        raise RequestError(f"priority: must be at least -{MAX_PRIORITY} and at most {MAX_PRIORITY}")
 
 
 def _cache_salt(prompt: object) -> str | None:
@@ -200,6 +203,8 @@ def _cache_salt(prompt: object) -> str | None:
             f"cache_salt={shown[:60]}{'...' if len(shown) > 60 else ''}: expected text of 1 to {MAX_SALT_LENGTH} "
             "characters, or None"
         )
+    if salt is not None and not is_text(salt):
+        raise RequestError("cache_salt: it holds a lone surrogate, which no text does; leave it out")
     return salt
 
 
