@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from octavo.version import VERSION
+
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
     from octavo.engine import LLMEngine, TextPrompt, TokensPrompt
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from octavo.sampling_params import BeamSearchParams, SamplingParams
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOME = {
     "AsyncLLMEngine": "octavo.engine.async_llm_engine",

@@ -17,6 +17,7 @@ FACE = "(face)"  # octavo/__init__.py
 
 FLOORS = {
     "errors": 0,
+    "version": 0,
     "config": 1,
     "outputs": 1,
     "sampling_params": 1,

@@ -11,7 +11,7 @@ from octavo import __version__
 from octavo.errors import OctavoError
 from octavo.metrics import configure_logging
 
-COMMANDS = ("generate", "chat", "inspect", "pull", "profile", "bench")
+COMMANDS = ("generate", "chat", "serve", "inspect", "pull", "profile", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:

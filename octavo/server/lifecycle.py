@@ -1,0 +1,182 @@
+"""The life of a server: bind, load, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import uvicorn
+from fastapi import FastAPI
+
+from octavo.config import EngineConfig
+from octavo.engine.async_llm_engine import AsyncLLMEngine
+from octavo.errors import ConfigError, OctavoError
+from octavo.metrics import log_event
+from octavo.server.app import make_app
+from octavo.server.context import Context
+from octavo.server.templates import ChatRenderer
+
+KEEP_ALIVE_SECONDS = 300  # of a connection without a request; it costs a socket and some kilobytes
+LAST_BYTES_SECONDS = 5  # for slow clients to read what is there for them, once all is computed
+BACKLOG = 2048
+MAX_CONNECTIONS = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How to serve; the flags of `octavo serve` beside the engine's."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 takes any that is free
+    model_names: tuple[str, ...] = ()  # none: as the model is called in EngineConfig
+    api_key: str | None = None
+    chat_template: str | None = None  # Jinja source, or the name of one of the model's
+    max_waiting: int = 1024  # sequences, beyond those that may run at once
+    drain_seconds: float = 30.0
+
+
+OnReady = Callable[[str, AsyncLLMEngine], None]
+
+
+async def serve(config: EngineConfig, options: ServerOptions, *, on_ready: OnReady) -> int:
+    """Loads the model and serves until a signal comes, or until the engine cannot be kept up.
+
+    The first SIGTERM or SIGINT drains: new requests get a 503, those that are there are finished, or aborted when
+    `drain_seconds` are over. The second one stops at once.
+
+    Args:
+        on_ready: called with the server's URL when it serves.
+
+    Returns:
+        The exit code: 0 after a drain, 1 when the engine was lost or requests were cut off by a second signal.
+
+    Raises:
+        ConfigError: the address is taken, or an option cannot be honoured.
+        ModelError: the model cannot be found, read or understood.
+    """
+    _allow_many_connections()
+    with _bound(options.host, options.port) as listener:
+        engine = await AsyncLLMEngine.start(config, max_waiting=options.max_waiting)
+        renderer = ChatRenderer(engine.tokenizer, options.chat_template)
+        try:
+            context = Context(engine, renderer, options.model_names or (config.model,), options.api_key)
+            server = _Server(_uvicorn_config(make_app(context)))
+            server.on_started = lambda: on_ready(_url(listener), engine)
+            return await _run(server, listener, context, options.drain_seconds)
+        finally:
+            renderer.close()
+            await engine.close()
+
+
+async def _run(server: _Server, listener: socket.socket, context: Context, drain_seconds: float) -> int:
+    with _signals() as signals:
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        lost = asyncio.ensure_future(context.engine.failure())
+        stopped = asyncio.ensure_future(signals.get())
+        try:
+            await asyncio.wait((serving, lost, stopped), return_when=asyncio.FIRST_COMPLETED)
+            code = await _drain(context, lost, signals, drain_seconds) if stopped.done() else 1
+            await context.engine.close()  # what is not finished ends here, and its clients are told
+            server.config.timeout_graceful_shutdown = 0 if code else LAST_BYTES_SECONDS
+            server.should_exit = True
+            await serving
+            return code
+        finally:
+            for task in (serving, lost, stopped):
+                task.cancel()
+
+
+async def _drain(
+    context: Context, lost: asyncio.Future[OctavoError], signals: asyncio.Queue[int], seconds: float
+) -> int:
+    """Takes no more requests, and waits for those that are there, for their deadline, or for another signal. Returns
+    the exit code."""
+    log_event("draining", {"seconds": seconds, "requests": context.engine.num_unfinished_requests})
+    context.draining = True
+    drained = asyncio.ensure_future(context.engine.drain(seconds))
+    again = asyncio.ensure_future(signals.get())
+    try:
+        await asyncio.wait((drained, lost, again), return_when=asyncio.FIRST_COMPLETED)
+        return 0 if drained.done() else 1
+    finally:
+        drained.cancel()
+        again.cancel()
+
+
+@contextmanager
+def _signals() -> Iterator[asyncio.Queue[int]]:
+    """The SIGTERMs and SIGINTs that come while the block runs."""
+    loop = asyncio.get_running_loop()
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    try:
+        yield signals
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that has its address, and does not listen: until the model is loaded, clients are refused."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on {host}, port {port} ({error}); choose others with --host and --port"
+        ) from error
+    with listener:
+        yield listener
+
+
+def _url(listener: socket.socket) -> str:
+    """Where to reach it from this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _allow_many_connections() -> None:
+    """Each takes a file descriptor, and many systems allow 1,024 unless asked for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, MAX_CONNECTIONS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with the signals left to us and a word when it listens."""
+
+    on_started: Callable[[], None]
+
+    def capture_signals(self) -> nullcontext[None]:  # type: ignore[override]
+        return nullcontext()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_started()

@@ -1,0 +1,32 @@
+"""Chat templates on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from octavo.tokenizer import ChatPrompt, ChatTemplates, Tokenizer
+
+
+class ChatRenderer:
+    """Renders one conversation at a time, in a thread: a render takes a millisecond, but a template that loops takes
+    seconds until it is stopped, and then it should hold one thread, not all of them."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+        """
+        Args:
+            chat_template: Jinja source, or the name of one of the model's templates; None takes the model's default.
+        """
+        self._templates = ChatTemplates(tokenizer)
+        self._chat_template = chat_template
+        self._lock = asyncio.Lock()
+
+    async def render(self, messages: Any, **options: Any) -> ChatPrompt:
+        """`ChatTemplates.render`, whose arguments and errors these are."""
+        async with self._lock:
+            return await asyncio.to_thread(
+                self._templates.render, messages, chat_template=self._chat_template, **options
+            )
+
+    def close(self) -> None:
+        self._templates.close()
