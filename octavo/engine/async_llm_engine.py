@@ -20,7 +20,7 @@ from octavo.engine.supervisor import Health, Supervisor, SupervisorOptions
 from octavo.errors import OctavoError, QueueFullError, RequestError
 from octavo.models import model_config
 from octavo.outputs import RequestOutput
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.tokenizer import Tokenizer, load_tokenizer
 from octavo.weights import open_checkpoint, resolve_model
 from octavo.worker import BootReport
@@ -121,10 +121,7 @@ class AsyncLLMEngine:
             QueueFullError: as many are unfinished as may be, or the engine takes no more requests.
             OctavoError: the engine is closed or could not be kept up.
         """
-        batch: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
-        own_params = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
-        if len(own_params) != len(batch):
-            raise RequestError(f"{len(own_params)} params for {len(batch)} prompts; give one, or one for each")
+        batch, own_params = _pairs(prompts, params)
         if request_ids is not None and len(request_ids) != len(batch):
             raise RequestError(f"{len(request_ids)} request_ids for {len(batch)} prompts; give one for each")
         self._check_open()
@@ -210,6 +207,8 @@ class AsyncLLMEngine:
         return await asyncio.to_thread(self._inputs.tokens, prompt)
 
     def _process(self, prompt: Prompt, params: SamplingParams, tokens: list[int], priority: int) -> Request:
+        if isinstance(params, BeamSearchParams):
+            raise RequestError("beam search is not served by AsyncLLMEngine yet; use LLM.beam_search")
         return self._inputs.process(prompt, params, priority, tokens=tokens)
 
 
@@ -238,6 +237,18 @@ def _first_message(config: EngineConfig, reading: asyncio.Task[_Model]) -> async
         return wire.Start(replace(config, model=model.path), vocab_size, log_level())
 
     return asyncio.create_task(make())
+
+
+def _pairs(
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+) -> tuple[list[Prompt], list[SamplingParams]]:
+    if not isinstance(prompts, (str, Mapping, Sequence)):
+        raise RequestError(f"prompts={prompts!r}: expected one, or a list")
+    batch: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+    own = list(params) if isinstance(params, Sequence) else [params] * len(batch)
+    if len(own) != len(batch):
+        raise RequestError(f"{len(own)} params for {len(batch)} prompts; give one, or one for each")
+    return batch, own
 
 
 def _size(prompt: Any) -> int:

@@ -23,7 +23,7 @@ from octavo.errors import OctavoError
 
 ENGINE_MODULE = "octavo.engine.process"  # whose main() is the engine process
 
-# The child finds its modules where this process does. -P: and not in the working directory.
+# The child finds its modules where this process does, and nowhere else.
 _BOOT = (
     "import sys; _, module, address, parent, recorder, *sys.path = sys.argv; "
     "from importlib import import_module; import_module(module).main(address, int(parent), int(recorder))"
@@ -81,7 +81,7 @@ class Life:
         file = FlightRecorder.create(max_num_seqs)
         arguments = [module, f"ipc://{path}", str(os.getpid()), str(file)]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, *arguments, *sys.path],
+            [sys.executable, "-c", _BOOT, *arguments, *sys.path],
             stdin=subprocess.DEVNULL,
             stdout=2,  # as stderr: what this process prints on stdout may be meant for a program
             pass_fds=[file],

@@ -270,8 +270,10 @@ class Progress:
         elif busy or reads or held_up:
             self._sign = now
         self._looked, self._vitals, self._num_steps = now, vitals, num_steps
-        if now - self._sign > self._hang_timeout or now - self._step > self._step_timeout:
+        if now - self._sign > self._hang_timeout:
             self.verdict = f"it hung: {self.describe()}"
+        elif now - self._step > self._step_timeout:
+            self.verdict = f"it hung: one step has taken more than {self._step_timeout:g} s"
         return self.verdict is not None
 
     @property
@@ -280,8 +282,7 @@ class Progress:
         return time.monotonic() - self._sign > self._hang_timeout / 2
 
     def describe(self) -> str:
-        now = time.monotonic()
-        return f"no sign of progress for {now - self._sign:.1f} s, no step or message for {now - self._step:.1f} s"
+        return f"no sign of progress for {time.monotonic() - self._sign:.1f} s"
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

@@ -1,67 +1,36 @@
-"""AsyncLLMEngine: the engine in its own process gives what `LLM` gives, bit for bit, and keeps nothing that has ended."""
+"""AsyncLLMEngine: it gives what `LLM` gives, bit for bit, keeps nothing that has ended, and bounds what waits."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from octavo import (
     LLM,
     AsyncLLMEngine,
+    BeamSearchParams,
+    ConfigError,
     EngineConfig,
-    RequestOutput,
+    ModelError,
+    QueueFullError,
+    RequestError,
     SamplingParams,
 )
-from octavo.engine.streams import RequestStream
+from tests.engine.async_helpers import answer, check_idle, last, run, until
+from tests.engine.failing_engine import faulty
 
 PROMPTS: list[Any] = [f"the quick brown fox number {i}" for i in range(12)]
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-
-
-def answer(output: RequestOutput) -> Any:
-    """All of an output that depends on the model."""
-    choices = [(c.index, c.text, c.token_ids, c.logprobs, c.finish_reason, c.stop_reason) for c in output.outputs]
-    return output.prompt, output.prompt_token_ids, output.prompt_logprobs, choices, output.error
-
-
-async def last(stream: RequestStream) -> RequestOutput:
-    output = None
-    async for output in stream:
-        pass
-    assert output is not None
-    assert output.finished
-    return output
-
-
-async def check_idle(engine: AsyncLLMEngine) -> None:
-    """Nothing runs, waits or holds a block, in either process."""
-    stats = await engine.stats()
-    assert (stats["num_running"], stats["num_waiting"], stats["num_used_blocks"]) == (0, 0, 0)
-    assert (stats["num_held_tokens"], stats["num_unfinished_requests"]) == (0, 0)
-    assert (await engine.kv_snapshot()).sequences == []
-    assert engine._dispatcher.outputs._live == {}
-    assert engine._dispatcher._streams == {}
-
-
-def run(
-    model: Path, work: Callable[[AsyncLLMEngine], Awaitable[None]], *, max_waiting: int = 1024, **config: Any
-) -> None:
-    """Does some work with an engine, and looks whether anything of it is left."""
-
-    async def main() -> None:
-        options = {"num_kv_blocks": 400, "num_threads": 1, **config}
-        async with await AsyncLLMEngine.start(EngineConfig(str(model), **options), max_waiting=max_waiting) as engine:
-            await work(engine)
-            await check_idle(engine)
-        assert not engine.health.alive
-
-    asyncio.run(main())
+SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 
 def sampling(index: int) -> SamplingParams:
-    """All kinds of requests."""
+    """All kinds of requests; those without a seed draw one from the engine's."""
     return SamplingParams(
         temperature=index % 3 / 2,
         n=1 + index % 3,
@@ -75,9 +44,15 @@ def sampling(index: int) -> SamplingParams:
     )
 
 
+@pytest.fixture
+def slow_llama(tiny_llama: Path, tmp_path: Path) -> Path:
+    """Its steps take 3 ms more."""
+    return faulty(tiny_llama, tmp_path / "slow", step_seconds=0.003)
+
+
 def test_gives_what_llm_gives(tiny_llama: Path) -> None:
     params = [sampling(i) for i in range(len(PROMPTS))]
-    with LLM(str(tiny_llama), num_kv_blocks=400, num_threads=1) as llm:
+    with LLM(str(tiny_llama), num_kv_blocks=1000, num_threads=1) as llm:
         expected = [answer(output) for output in llm.generate(PROMPTS, params)]
 
     async def work(engine: AsyncLLMEngine) -> None:
@@ -86,6 +61,200 @@ def test_gives_what_llm_gives(tiny_llama: Path) -> None:
         for output in outputs:
             metrics = output.metrics
             assert min(metrics.queue_time, metrics.prefill_time, metrics.decode_time) >= 0
-            assert metrics.queue_time + metrics.prefill_time + metrics.decode_time < 60
+            assert 0 < metrics.queue_time + metrics.prefill_time + metrics.decode_time < 60
+            assert metrics.num_preemptions == 0
+        assert (await engine.stats())["num_generated_tokens"] >= sum(
+            len(choice.token_ids) for output in outputs for choice in output.outputs
+        )
 
     run(tiny_llama, work)
+
+
+def test_preemptions_are_counted_even_where_a_stop_string_ends_it(slow_llama: Path) -> None:
+    """There is no room for both requests: one is preempted. The front-end ends them before the engine does."""
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, logprobs=0)
+    prompts = [{"prompt_token_ids": [20 + i] * 30} for i in range(2)]
+    with LLM(str(slow_llama), num_kv_blocks=16, num_threads=1) as llm:
+        expected = llm.generate(prompts, params)
+    preempted = max(expected, key=lambda output: output.metrics.num_preemptions)
+    assert preempted.metrics.num_preemptions > 0
+    end = preempted.outputs[0].text[-8:]
+    assert preempted.outputs[0].text.find(end) > 60
+    stopping = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, stop=[end])
+
+    async def work(engine: AsyncLLMEngine) -> None:
+        outputs = await asyncio.gather(*map(last, await engine.submit(prompts, stopping)))
+        output = outputs[expected.index(preempted)]
+        assert output.outputs[0].stop_reason == end
+        assert output.metrics.num_preemptions == preempted.metrics.num_preemptions
+
+    run(slow_llama, work, num_kv_blocks=16)
+
+
+def test_generate_ends_the_request_when_it_is_left(slow_llama: Path) -> None:
+    async def work(engine: AsyncLLMEngine) -> None:
+        async for output in engine.generate("the quick brown fox", LONG, request_id="mine"):
+            assert output.request_id == "mine"
+            if len(output.outputs[0].token_ids) >= 3:
+                break
+        await until(lambda: engine.num_unfinished_requests == 0)
+        assert output.outputs[0].finish_reason == "abort"
+
+    run(slow_llama, work)
+
+
+def test_abort_gives_what_there_is(slow_llama: Path) -> None:
+    async def work(engine: AsyncLLMEngine) -> None:
+        (stream,) = await engine.submit("a single step", SamplingParams(n=2, max_tokens=200, ignore_eos=True))
+        async for output in stream:
+            if len(output.outputs[0].token_ids) == 5:
+                stream.abort()
+                stream.abort()
+        assert output.finished
+        assert [choice.finish_reason for choice in output.outputs] == ["abort", "abort"]
+        assert len(output.outputs[0].token_ids) == 5
+        assert output.metrics.decode_time > 0
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    run(slow_llama, work)
+
+
+def test_disconnects_leave_nothing(slow_llama: Path) -> None:
+    """500 readers go away, each in one of five ways, at any moment."""
+
+    async def leave(engine: AsyncLLMEngine, index: int) -> None:
+        params = SamplingParams(max_tokens=100, ignore_eos=True, n=1 + index % 2, prompt_logprobs=0)
+        (stream,) = await engine.submit(PROMPTS[index % 12], params)
+        for _ in range(index % 3):
+            await anext(stream)
+        match index % 5:
+            case 0:
+                stream.abort()
+            case 1:
+                async with stream:
+                    await anext(stream)
+            case 2:
+                reader = asyncio.create_task(read_in_context(stream))
+                await asyncio.sleep(0.001 * (index % 7))
+                reader.cancel()
+            case 3:
+                async for _ in stream:
+                    break
+            case 4:
+                engine._dispatcher.abort(stream.request_id)
+        del stream
+
+    async def read_in_context(stream: Any) -> None:
+        async with stream:
+            await last(stream)
+
+    async def work(engine: AsyncLLMEngine) -> None:
+        for wave in range(10):
+            await asyncio.gather(*(leave(engine, 50 * wave + i) for i in range(50)))
+        gc.collect()
+        await until(lambda: engine.num_unfinished_requests == 0, seconds=5)
+        await check_idle(engine)
+        assert (await engine.stats())["num_steps"] > 0
+
+    run(slow_llama, work)
+
+
+def test_a_slow_reader_slows_nobody_and_misses_nothing(slow_llama: Path) -> None:
+    async def work(engine: AsyncLLMEngine) -> None:
+        slow, *others = await engine.submit(PROMPTS[:4], LONG)
+        first = await anext(slow)
+        await asyncio.gather(*map(last, others))
+        await until(lambda: first.finished)
+        rest = [output async for output in slow]
+        assert len(rest) == 1
+        assert len(rest[0].outputs[0].token_ids) == 200
+
+    run(slow_llama, work)
+
+
+def test_a_full_queue_refuses_all_of_a_call(slow_llama: Path) -> None:
+    async def work(engine: AsyncLLMEngine) -> None:
+        with pytest.raises(RequestError, match="6 sequences in one call; at most 5 may be unfinished"):
+            await engine.submit(PROMPTS[:6], SHORT)
+        running = await engine.submit(PROMPTS[:3], LONG)
+        two = SamplingParams(n=2, max_tokens=200, ignore_eos=True)
+        with pytest.raises(QueueFullError, match="3 sequences are unfinished; at most 5 may be") as refused:
+            await engine.submit(["one", "more"], two)
+        assert refused.value.retry_after >= 1
+        assert engine.num_unfinished_requests == 3
+        more = await engine.submit("one", two)
+        for stream in [*running, *more]:
+            stream.abort()
+        await asyncio.gather(*map(last, await engine.submit(PROMPTS[:5], SHORT)))
+
+    run(slow_llama, work, max_num_seqs=2, max_waiting=3)
+
+
+def test_bad_requests_are_refused_before_any_is_queued(slow_llama: Path) -> None:
+    async def work(engine: AsyncLLMEngine) -> None:
+        (stream,) = await engine.submit("fine", LONG, request_ids=["mine"])
+        calls: list[tuple[Callable[[], Any], str]] = [
+            (lambda: engine.submit(["fine", ""], SHORT), "the prompt is empty"),
+            (lambda: engine.submit(["a" * 5000], SHORT), "the context holds 256"),
+            (lambda: engine.submit(["fine"], [SHORT, SHORT]), "2 params for 1 prompts"),
+            (lambda: engine.submit(["fine"], SHORT, request_ids=["a", "b"]), "2 request_ids for 1 prompts"),
+            (lambda: engine.submit(["a", "b"], SHORT, request_ids=["mine", "b"]), "'mine' belongs to an unfinished"),
+            (lambda: engine.submit(["a", "b"], SHORT, request_ids=["x", "x"]), "'x' belongs to an unfinished"),
+            (lambda: engine.submit("a", SHORT, priority=2**63), "priority: must be"),
+            (lambda: engine.submit({"prompt": "a", "cache_salt": "\udc00"}, SHORT), "cache_salt: it holds a lone"),
+            (lambda: engine.submit("a", BeamSearchParams(beam_width=2)), "beam search is not served"),
+            (lambda: engine.submit(3, SHORT), "prompts=3: expected"),
+        ]
+        for call, message in calls:
+            with pytest.raises(RequestError, match=message):
+                await call()
+        assert engine.num_unfinished_requests == 1
+        stream.abort()
+
+    run(slow_llama, work)
+
+
+def test_stats_and_snapshot_name_the_requests(slow_llama: Path) -> None:
+    async def work(engine: AsyncLLMEngine) -> None:
+        (stream,) = await engine.submit(
+            "the fox", SamplingParams(n=2, max_tokens=200, ignore_eos=True), request_ids=["a"]
+        )
+        await anext(stream)
+        await anext(stream)
+        snapshot, stats = await asyncio.gather(engine.kv_snapshot(), engine.stats())
+        assert sorted((s.request_id, s.choice) for s in snapshot.sequences) == [("a", 0), ("a", 1)]
+        assert (stats["num_running"], stats["num_unfinished_requests"], stats["engine_ready"]) == (2, 1, 1)
+        stream.abort()
+
+    run(slow_llama, work)
+
+
+def test_drain_lets_finish_what_can(slow_llama: Path) -> None:
+    async def work(engine: AsyncLLMEngine) -> None:
+        quick, endless = await engine.submit(PROMPTS[:2], [SHORT, LONG])
+        await engine.drain(0.1)
+        with pytest.raises(QueueFullError, match="takes no more requests"):
+            await engine.submit("late", SHORT)
+        assert (await last(quick)).outputs[0].finish_reason == "length"
+        await engine.close()
+        assert (await last(endless)).outputs[0].finish_reason == "abort"
+        with pytest.raises(QueueFullError, match="the engine is closed"):
+            await engine.submit("too late", SHORT)
+
+    run(slow_llama, work)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "error", "message"),
+    [
+        ("nowhere/at/all", {}, ModelError, "not found"),
+        (None, {"max_model_len": 10**6}, ConfigError, "the model was made for at most 256 tokens"),
+        (None, {"backend": "cpu", "dtype": "float32"}, ConfigError, "computes in bfloat16"),
+    ],
+)
+def test_start_raises_what_llm_raises(
+    tiny_llama: Path, model: str | None, config: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        asyncio.run(AsyncLLMEngine.start(EngineConfig(model or str(tiny_llama), **config)))
