@@ -54,7 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=int,
         default=default.max_waiting,
         metavar="INT",
-        help="requests that may wait; one more gets a 503 (default: %(default)s)",
+        help="sequences that may wait beyond --max-num-seqs; one more gets a 503 (default: %(default)s)",
     )
     group.add_argument(
         "--drain-seconds",

@@ -7,7 +7,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import uvicorn
@@ -29,7 +29,11 @@ MAX_CONNECTIONS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """How to serve; the flags of `octavo serve` beside the engine's."""
+    """How to serve; the flags of `octavo serve` beside the engine's.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0 takes any that is free
@@ -38,6 +42,14 @@ class ServerOptions:
     chat_template: str | None = None  # Jinja source, or the name of one of the model's
     max_waiting: int = 1024  # sequences, beyond those that may run at once
     drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, most in (("port", 65535), ("max_waiting", 2**31 - 1), ("drain_seconds", 1e9)):
+            value = getattr(self, name)
+            if not 0 <= value <= most:  # a NaN is not either
+                raise ConfigError(f"{name}={value}: must be at least 0 and at most {most:.0f}")
+        if self.api_key == "":
+            raise ConfigError("api_key='': must not be empty; leave it out to serve everybody")
 
 
 OnReady = Callable[[str, AsyncLLMEngine], None]
@@ -61,16 +73,12 @@ async def serve(config: EngineConfig, options: ServerOptions, *, on_ready: OnRea
     """
     _allow_many_connections()
     with _bound(options.host, options.port) as listener:
-        engine = await AsyncLLMEngine.start(config, max_waiting=options.max_waiting)
-        renderer = ChatRenderer(engine.tokenizer, options.chat_template)
-        try:
-            context = Context(engine, renderer, options.model_names or (config.model,), options.api_key)
-            server = _Server(_uvicorn_config(make_app(context)))
-            server.on_started = lambda: on_ready(_url(listener), engine)
-            return await _run(server, listener, context, options.drain_seconds)
-        finally:
-            renderer.close()
-            await engine.close()
+        async with await AsyncLLMEngine.start(config, max_waiting=options.max_waiting) as engine:
+            with closing(ChatRenderer(engine.tokenizer, options.chat_template)) as renderer:
+                context = Context(engine, renderer, options.model_names or (config.model,), options.api_key)
+                server = _Server(_uvicorn_config(make_app(context)))
+                server.on_started = lambda: on_ready(_url(listener), engine)
+                return await _run(server, listener, context, options.drain_seconds)
 
 
 async def _run(server: _Server, listener: socket.socket, context: Context, drain_seconds: float) -> int:
@@ -132,7 +140,7 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}, port {port} ({error}); choose others with --host and --port"
         ) from error

@@ -16,8 +16,13 @@ class ChatRenderer:
         """
         Args:
             chat_template: Jinja source, or the name of one of the model's templates; None takes the model's default.
+
+        Raises:
+            RequestError: there is no template of that name.
         """
         self._templates = ChatTemplates(tokenizer)
+        if chat_template is not None:
+            self._templates.source(chat_template)
         self._chat_template = chat_template
         self._lock = asyncio.Lock()
 

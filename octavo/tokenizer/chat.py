@@ -80,7 +80,7 @@ class ChatTemplates:
                 "continue_final_message and add_generation_prompt exclude each other; give add_generation_prompt=False "
                 "to continue the last message"
             )
-        template = self._choose(chat_template, tools is not None)
+        template = self.source(chat_template, has_tools=tools is not None)
         written = _as_json(request)
         guard, end = islice(free_characters(written + template), 2)
         request = self._guard.protect(json.loads(written), guard)
@@ -95,10 +95,12 @@ class ChatTemplates:
     def close(self) -> None:
         self._sandbox.close()
 
-    def _plain_ids(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def source(self, given: str | None, *, has_tools: bool = False) -> str:
+        """The template that `render` would take for this `chat_template`.
 
-    def _choose(self, given: str | None, has_tools: bool) -> str:
+        Raises:
+            RequestError: there is none.
+        """
         known = self._tokenizer.chat_templates
         if given is not None and not isinstance(given, str):
             raise RequestError(f"chat_template={given!r}: expected Jinja source, or the name of a template")
@@ -118,6 +120,9 @@ class ChatTemplates:
             "the model has no chat template: it is not made for chat, or its file leaves it out; give one as "
             "chat_template (Jinja source)"
         )
+
+    def _plain_ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def _checked_kwargs(kwargs: object) -> dict[str, Any]:

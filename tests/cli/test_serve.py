@@ -1,0 +1,230 @@
+"""`octavo serve` as a process: its URL, its signals, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from tests.engine.test_chat import ONE, TEMPLATE
+from tests.tiny import make_llama
+
+LONG = {"prompt": "the fox", "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("serve") / "long", max_position_embeddings=2**16)
+
+
+class Served:
+    """A process of `octavo serve`."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "octavo", "serve", str(model), "--port", "0", "--num-threads", "1", *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.url = self.line(60)
+
+    def line(self, seconds: float) -> str:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        assert ready, "nothing on stdout"
+        return self.process.stdout.readline().removesuffix("\n")
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def start_stream(self, max_tokens: int) -> Iterator[str]:
+        """The lines of a stream, of which the first has come."""
+        lines = self._stream(max_tokens)
+        first = next(lines)
+        return (line for part in ([first], lines) for line in part)
+
+    def _stream(self, max_tokens: int) -> Iterator[str]:
+        body = {**LONG, "max_tokens": max_tokens}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as response:
+            assert response.status_code == 200
+            yield from (line for line in response.iter_lines() if line)
+
+    def engines(self) -> list[int]:
+        """Children of the process."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+    def end(self, seconds: float = 30) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def reason(line: str) -> str | None:
+    return json.loads(line.removeprefix("data: "))["choices"][0]["finish_reason"]
+
+
+def test_the_url_and_a_polite_end(model: Path) -> None:
+    """Requests that run are finished, others get a 503, no process is left, and the exit code is 0."""
+    with Served(model, "--served-model-name", "one", "--served-model-name", "two") as served:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", served.url)
+        assert [card["id"] for card in httpx.get(served.url + "/v1/models").json()["data"]] == ["one", "two"]
+        engines = served.engines()
+        assert len(engines) == 1
+        lines = served.start_stream(4000)
+        served.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while (answer := served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})).status_code == 200:
+            assert time.monotonic() < deadline
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert httpx.get(served.url + "/ready").status_code == 503
+        *_, last, done = list(lines)
+        assert (reason(last), done) == ("length", "data: [DONE]")
+        code, out, err = served.end()
+        assert (code, out) == (0, "")
+        assert "context 65536 tokens" in err
+        assert "Traceback" not in err
+        assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
+
+
+def test_the_deadline_of_a_drain(model: Path) -> None:
+    with Served(model, "--drain-seconds", "0.3", "--quiet") as served:
+        lines = served.start_stream(60_000)
+        served.process.send_signal(signal.SIGTERM)
+        *_, last, done = list(lines)
+        assert (reason(last), done) == ("abort", "data: [DONE]")
+        code, _, err = served.end()
+        assert (code, err) == (0, "")
+
+
+def test_a_second_signal_stops_at_once(model: Path) -> None:
+    with Served(model) as served:
+        lines = served.start_stream(60_000)
+        engines = served.engines()
+        served.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert served.process.poll() is None
+        served.process.send_signal(signal.SIGINT)
+        code, _, err = served.end(10)
+        assert code == 1
+        assert "Traceback" not in err
+        list(lines)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
+
+
+def test_a_killed_server_leaves_no_engine(model: Path) -> None:
+    with Served(model) as served:
+        served.start_stream(60_000)
+        (engine,) = served.engines()
+        served.process.kill()
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{engine}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_killed_engine_is_a_pause(model: Path) -> None:
+    """The stream goes on, to the same text, and the server says what has happened."""
+    body = {**LONG, "max_tokens": 1500, "stream": False}
+    with Served(model) as served:
+        expected = served.post("/v1/completions", body).json()["choices"][0]["text"]
+        lines = served.start_stream(1500)
+        os.kill(served.engines()[0], signal.SIGKILL)
+        text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines if line != "data: [DONE]")
+        assert text == expected
+        health = httpx.get(served.url + "/health").json()
+        assert (health["status"], health["num_restarts"]) == ("ok", 1)
+
+
+def test_a_template_from_a_file(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text(TEMPLATE)
+    with Served(model, "--chat-template", str(file)) as served:
+        answer = served.post("/v1/chat/completions", {"messages": ONE, "max_tokens": 2, "return_token_ids": True})
+        assert answer.json()["choices"][0]["prompt_token_ids"][0] == 2
+        assert answer.json()["model"] == str(model)
+
+
+def test_a_key(model: Path) -> None:
+    with Served(model, "--api-key", "secret") as served:
+        assert httpx.get(served.url + "/v1/models").status_code == 401
+        answer = httpx.get(served.url + "/v1/models", headers={"authorization": "Bearer secret"})
+        assert answer.status_code == 200
+
+
+def run(*flags: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-m", "octavo", "serve", *flags], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_an_address_that_is_taken(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = run(str(model), "--port", str(port))
+    assert (code, out) == (1, "")
+    assert f"octavo: error: cannot listen on 127.0.0.1, port {port} (" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--port", "70000"], "port=70000: must be at least 0 and at most 65535"),
+    (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
+    (["--max-waiting", "-1"], "max_waiting=-1: must be at least 0"),
+    (["--drain-seconds", "-1"], "drain_seconds=-1.0: must be at least 0"),
+    (["--drain-seconds", "nan"], "drain_seconds=nan: must be at least 0"),
+    (["--max-num-seqs", "0"], "max_num_seqs=0: must be at least 1"),
+    (["--chat-template", "nosuch"], "chat_template='nosuch' is neither Jinja source nor the name"),
+    (["--api-key", ""], "api_key='': must not be empty"),
+])  # fmt: skip
+def test_mistakes(model: Path, flags: list[str], message: str) -> None:
+    code, out, err = run(str(model), *flags)
+    assert (code, out) == (1, "")
+    assert f"octavo: error: {message}" in err
+    assert "Traceback" not in err
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    code, out, err = run(str(tmp_path / "nothing"))
+    assert (code, out) == (1, "")
+    assert err.startswith("octavo: error: ")
+
+
+def test_idle_connections_are_cheap(model: Path) -> None:
+    """300 that have asked once and stay, and the server serves on."""
+    with Served(model) as served:
+        port = int(served.url.rpartition(":")[2])
+
+        def resident() -> int:
+            pages = Path(f"/proc/{served.process.pid}/statm").read_text().split()[1]
+            return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+        served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+        before = resident()
+        idle = []
+        for _ in range(300):
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            idle.append(connection)
+        assert resident() - before < 300 * 20_000
+        assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end()[0] == 0
+        for connection in idle:
+            connection.close()
