@@ -223,10 +223,10 @@ enum class KvType : std::uint8_t { kBfloat16, kInt8 };
 // keep may lie between one block's part and the next one's. head_dim is a multiple of 16 and at most 256. Slots that were never
 // written may hold anything, NaN too.
 //
-// In int8 the same, but that sixteen firsts of pairs come before their sixteen seconds (they are widened by the sixteen), and that
-// a panel ends with the scales of its tokens; again one stream:
-//   keys    [head_dim / 2][2][16 tokens]               then 16 floats
-//   values  [8 token pairs][head_dim / 16][2][16]      then 16 floats
+// In int8 a byte is a code plus 128, in quads as those of weights (above QuantFormat), and a panel ends with the scales of its tokens;
+// again one stream:
+//   keys    [head_dim / 4][16 tokens][4]        then 16 floats
+//   values  [4 token quads][head_dim][4]        then 16 floats
 // A token's head x is turned and becomes codes and a scale: a = max |x|; s = a / 127; codes x * (127 / a), to nearest even. Where a
 // is below 2^-100 all are zero; where it is not finite, s is NaN and the codes are zero.
 //
@@ -258,10 +258,12 @@ struct KvCache {
 //   o_d   = sum of w_t * v_t[d] by the matrix rule with chunks of 16 tokens (a panel): even t's and odd t's apart
 // and pieces merge: with M = max(m_old, m): a = exp(m_old - M), b = exp(m - M), L = L * a + l * b, O = O * a + o * b (the first
 // piece is taken as it is); result bf16(O / L). Masked t's are skipped, never multiplied.
-// With keys and values in int8, k_t and v_t are their codes (exact in bfloat16), and scales come in where a token is one number:
-//   q     = bf16(turned q)
-//   s_t   = (q . k_t) * key scale * (scale / turn_width(head_dim)), in this order
-//   w_t   = bf16(exp(s_t - m) * value scale)  in o;   exp(s_t - m), not rounded, in l
+// With keys and values in int8, k_t and v_t are their codes, and what multiplies them becomes whole numbers as well: of n numbers x,
+// W(x) = x * (16256 / a) to nearest even, and their scale is a / 16256, where a = max |x| and 16256 = 127 * 128; zeros and NaN as
+// above KvCache. Sums of products are exact, in any order, and below 2^31; float() rounds them once.
+//   s_t   = float(W(turned q) . k_t) * key scale * (q's scale * (scale / turn_width(head_dim))), in this order; softcap as above
+//   w_t   = exp(s_t - m) * value scale;   l = sum of exp(s_t - m), as above
+//   o_d   = float(sum of W(w)_t * v_t[d]) * w's scale, over the visible tokens of the piece
 //   result bf16((turned O / turn_width(head_dim)) / L)
 struct Attention {
   Rows q, out;                     // [T, heads * head_dim]

@@ -162,19 +162,23 @@ void StoreOp::store_codes(const Runtime& runtime, std::int64_t begin, std::int64
   const KvCache layout = runtime.layout(cache);
   const std::int64_t* slots = runtime.step.slots(cache.group);
   const int dim = cache.head_dim;
-  alignas(64) std::int8_t codes[kMaxHeadDim];
+  std::int8_t codes[kMaxHeadDim];
   for (std::int64_t i = begin; i < end; ++i) {
     const std::int64_t block = slots[i] / runtime.block_size;
     const int slot = static_cast<int>(slots[i] % runtime.block_size), lane = slot % kPanel;
     for (int head = 0; head < cache.kv_heads; ++head) {
       const std::int64_t offset = layout.offset(block, head, slot / kPanel);
-      auto* keys = reinterpret_cast<std::int8_t*>(layout.keys + offset);
-      auto* values = reinterpret_cast<std::int8_t*>(layout.values + offset);
+      std::uint8_t *keys = layout.keys + offset, *values = layout.values + offset;
       reinterpret_cast<float*>(keys + kPanel * dim)[lane] = runtime.kernels.quantize_head(k.row(i) + head * dim, dim, codes);
-      for (int d = 0; d < dim; ++d) keys[d * kPanel + lane] = codes[d];
+      for (int d = 0; d < dim; d += 4) {
+        std::uint32_t four;
+        std::memcpy(&four, codes + d, sizeof four);
+        four ^= 0x80808080u;  // plus 128 each
+        std::memcpy(keys + d * kPanel + lane * 4, &four, sizeof four);
+      }
       reinterpret_cast<float*>(values + kPanel * dim)[lane] = runtime.kernels.quantize_head(v.row(i) + head * dim, dim, codes);
-      values += lane / 2 * (2 * dim) + lane % 2 * kPanel;
-      for (int d = 0; d < dim; d += kPanel) std::memcpy(values + 2 * d, codes + d, kPanel);
+      values += lane / 4 * (4 * dim) + lane % 4;
+      for (int d = 0; d < dim; ++d) values[4 * d] = static_cast<std::uint8_t>(codes[d] ^ 0x80);
     }
   }
 }

@@ -43,6 +43,14 @@ OCTAVO_INLINE Bytes look_up(Bytes nibbles, const std::uint8_t (&table)[16]) {
 }
 
 OCTAVO_INLINE Ints splat_int(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+OCTAVO_INLINE Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+OCTAVO_INLINE Ints load_ints(const std::int32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+OCTAVO_INLINE void store_ints(std::int32_t* p, Ints x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.lo);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.hi);
+}
 OCTAVO_INLINE Vec to_float(Ints x) { return {_mm256_cvtepi32_ps(x.lo), _mm256_cvtepi32_ps(x.hi)}; }
 // Byte I of each column's four, as numbers.
 template <int I>
@@ -82,10 +90,9 @@ OCTAVO_INLINE int largest_bits(const bf16* x) {
   const __m128i least = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)));
   return _mm_extract_epi16(least, 0) ^ 0xffff;
 }
-// Sixteen activations as whole numbers; such a number as 128 * upper + lower; and those as bytes, with their sum.
-OCTAVO_INLINE Ints round_ints(const bf16* x, float scale) {
-  const Vec scaled = load(x) * splat(scale);
-  return {_mm256_cvtps_epi32(scaled.lo), _mm256_cvtps_epi32(scaled.hi)};  // to nearest even, as the mode is
+// Sixteen numbers as whole ones, below 2^22 in size; such a number as 128 * upper + lower; and those as bytes, also with their sum.
+OCTAVO_INLINE Ints to_ints(Vec x) {
+  return {_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)};  // to nearest even, as the mode is
 }
 OCTAVO_INLINE __m256i upper_byte(__m256i x) { return _mm256_srai_epi32(_mm256_add_epi32(x, _mm256_set1_epi32(64)), 7); }
 OCTAVO_INLINE Ints upper_byte(Ints x) { return {upper_byte(x.lo), upper_byte(x.hi)}; }
@@ -95,10 +102,14 @@ OCTAVO_INLINE Ints lower_byte(Ints x, Ints upper) {
 OCTAVO_INLINE Ints join(Ints upper, Ints lower) {
   return {_mm256_add_epi32(_mm256_slli_epi32(upper.lo, 7), lower.lo), _mm256_add_epi32(_mm256_slli_epi32(upper.hi, 7), lower.hi)};
 }
-OCTAVO_INLINE std::int32_t store_codes(std::int8_t* codes, Ints x) {
+OCTAVO_INLINE __m128i store_bytes(std::int8_t* codes, Ints x) {
   const __m256i ordered = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.lo, x.hi), 0xd8);  // quarters had crossed
   const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
   _mm_store_si128(reinterpret_cast<__m128i*>(codes), bytes);
+  return bytes;
+}
+OCTAVO_INLINE std::int32_t store_codes(std::int8_t* codes, Ints x) {
+  const __m128i bytes = store_bytes(codes, x);
   const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());  // each plus 128
   return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
 }

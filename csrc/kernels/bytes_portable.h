@@ -51,6 +51,16 @@ OCTAVO_INLINE Ints splat_int(std::int32_t x) {
   for (int i = 0; i < 4; ++i) result.v[i] = I4{x, x, x, x};
   return result;
 }
+OCTAVO_INLINE Ints operator+(Ints a, Ints b) {
+  for (int i = 0; i < 4; ++i) a.v[i] = a.v[i] + b.v[i];
+  return a;
+}
+OCTAVO_INLINE Ints load_ints(const std::int32_t* p) {
+  Ints x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+OCTAVO_INLINE void store_ints(std::int32_t* p, Ints x) { std::memcpy(p, &x, sizeof x); }
 OCTAVO_INLINE Vec to_float(Ints x) {
   Vec result;
   for (int i = 0; i < 4; ++i) result.v[i] = __builtin_convertvector(x.v[i], F4);
@@ -82,9 +92,9 @@ OCTAVO_INLINE int largest_bits(const bf16* x) {
   }
   return most;
 }
-// Sixteen activations as whole numbers; such a number as 128 * upper + lower; and those as bytes, with their sum.
-OCTAVO_INLINE Ints round_ints(const bf16* x, float scale) {
-  const Vec whole = load(x) * splat(scale) + splat(kMagic);
+// Sixteen numbers as whole ones, below 2^22 in size; such a number as 128 * upper + lower; and those as bytes, also with their sum.
+OCTAVO_INLINE Ints to_ints(Vec x) {
+  const Vec whole = x + splat(kMagic);
   Ints result;
   for (int i = 0; i < 4; ++i) result.v[i] = bits_as<I4>(whole.v[i]) - kMagicBits;
   return result;
@@ -101,12 +111,13 @@ OCTAVO_INLINE Ints join(Ints upper, Ints lower) {
   for (int i = 0; i < 4; ++i) upper.v[i] = upper.v[i] * 128 + lower.v[i];
   return upper;
 }
+OCTAVO_INLINE void store_bytes(std::int8_t* codes, Ints x) {
+  for (int i = 0; i < 16; ++i) codes[i] = static_cast<std::int8_t>(x.v[i / 4][i % 4]);
+}
 OCTAVO_INLINE std::int32_t store_codes(std::int8_t* codes, Ints x) {
+  store_bytes(codes, x);
   std::int32_t sum = 0;
-  for (int i = 0; i < 16; ++i) {
-    codes[i] = static_cast<std::int8_t>(x.v[i / 4][i % 4]);
-    sum += codes[i];
-  }
+  for (int i = 0; i < 16; ++i) sum += codes[i];
   return sum;
 }
 

@@ -33,25 +33,23 @@ OCTAVO_INLINE void store(T* p, Vec x, int n) {
   }
 }
 
-// As of sixteen pairs of bfloat16, of sixteen firsts and sixteen seconds in int8.
-OCTAVO_INLINE Vec load_even(const std::int8_t* p) { return load(p); }
-OCTAVO_INLINE Vec load_odd(const std::int8_t* p) { return load(p + kLanes); }
-
-// Sum of the lanes by the fixed tree: 8 + 8, 4 + 4, 2 + 2, 1 + 1.
-inline float sum(Vec x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] + lanes[i + width];
-  return lanes[0];
+// Joins the lanes by the fixed tree: 8 and 8, 4 and 4, 2 and 2, 1 and 1.
+template <class F>
+OCTAVO_INLINE float fold(Vec x, F&& f) {
+  x = f(x, swapped<8>(x));
+  x = f(x, swapped<4>(x));
+  x = f(x, swapped<2>(x));
+  return first_lane(f(x, swapped<1>(x)));
 }
-
-inline float max_lane(Vec x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-  return lanes[0];
+OCTAVO_INLINE float sum(Vec x) {
+  return fold(x, [](Vec a, Vec b) { return a + b; });
+}
+OCTAVO_INLINE float max_lane(Vec x) {
+  return fold(x, [](Vec a, Vec b) { return max(a, b); });
+}
+// Of lanes that are not negative: a NaN is the greatest.
+OCTAVO_INLINE float max_lane_or_nan(Vec x) {
+  return fold(x, [](Vec a, Vec b) { return max_or_nan(a, b); });
 }
 
 // 0, 1, .. 15

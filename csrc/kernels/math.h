@@ -9,12 +9,12 @@ namespace octavo {
 namespace {
 
 // e^r for |r| <= ln 2 / 2.
+constexpr int kExpTerms = 5;
+constexpr float kExp[kExpTerms] = {1.38131424e-3f, 8.36941879e-3f, 4.16684560e-2f, 1.66665152e-1f, 4.99999940e-1f};
 OCTAVO_INLINE Vec exp_reduced(Vec r) {
-  Vec p = splat(1.38131424e-3f);
-  p = p * r + splat(8.36941879e-3f);
-  p = p * r + splat(4.16684560e-2f);
-  p = p * r + splat(1.66665152e-1f);
-  p = p * r + splat(4.99999940e-1f);
+  Vec p = splat(kExp[0]);
+#pragma GCC unroll 4
+  for (int k = 1; k < kExpTerms; ++k) p = p * r + splat(kExp[k]);
   return ((r * r) * p + r) + splat(1.0f);
 }
 
@@ -30,15 +30,21 @@ OCTAVO_INLINE Vec exp(Vec x) {
   return select_less(x, lowest, splat(0.0f), y);
 }
 
-// The same bits for x <= 0 (or NaN), in fewer operations: 2^n stays normal, so that one factor will do.
-OCTAVO_INLINE Vec exp_of_negative(Vec x) {
+// The same bits for x <= 0 (or NaN), in fewer operations: 2^n stays normal, so that one factor will do. Of N vectors side by side,
+// each step for all of them before the next one: by itself each is a long chain, and a core would wait for most of it.
+template <int N>
+OCTAVO_INLINE void exp_of_negative(Vec (&x)[N]) {
   const Vec lowest = splat(-87.33f);
-  const Vec clamped = max(lowest, x);
-  const Vec n_magic = clamped * splat(1.44269504f) + splat(kMagic);
-  const Vec n = n_magic - splat(kMagic);
-  const Vec r = (clamped - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
-  const Vec y = scale_normal(exp_reduced(r), n_magic);
-  return select_less(x, lowest, splat(0.0f), y);
+  Vec n_magic[N], r[N], p[N];
+#define OCTAVO_EACH(statement) _Pragma("GCC unroll 4") for (int i = 0; i < N; ++i) statement
+  OCTAVO_EACH(r[i] = max(lowest, x[i]));
+  OCTAVO_EACH(n_magic[i] = r[i] * splat(1.44269504f) + splat(kMagic));
+  OCTAVO_EACH(p[i] = n_magic[i] - splat(kMagic));
+  OCTAVO_EACH(r[i] = (r[i] - p[i] * splat(0.693359375f)) - p[i] * splat(-2.12194440e-4f));
+  for (int k = 0; k < kExpTerms; ++k) OCTAVO_EACH(p[i] = k == 0 ? splat(kExp[0]) : p[i] * r[i] + splat(kExp[k]));
+  OCTAVO_EACH(p[i] = ((r[i] * r[i]) * p[i] + r[i]) + splat(1.0f));
+  OCTAVO_EACH(x[i] = select_less(x[i], lowest, splat(0.0f), scale_normal(p[i], n_magic[i])));
+#undef OCTAVO_EACH
 }
 
 // tanh(x) within 2 ulp; the sign of x stays, NaN stays NaN.

@@ -51,7 +51,6 @@ OCTAVO_INLINE void sum_chunk_together(Vec (&even)[R][P], Vec (&odd)[R][P], const
 //   x   R rows of floats (each a bfloat16's value), x_stride apart: x[2j], x[2j + 1] belong to pair j
 //   w   P panels of 16 columns; pair j of a panel is 32 elements (64 bytes) at w[p] + j * pair_stride:
 //         w[2j][c] w[2j + 1][c] for c = 0 .. 15
-//       in int8, the 16 w[2j][c] and then the 16 w[2j + 1][c]
 template <int R, int P, class W>
 OCTAVO_INLINE void add_chunk(Vec (&acc)[R][P], const float* x, std::int64_t x_stride, const W* const (&w)[P],
                              std::int64_t pair_stride, int pairs) {

@@ -39,7 +39,7 @@ OCTAVO_INLINE void quantize_chunk(const bf16* x, const QuantFormat& format, Quan
   std::int32_t upper[2] = {}, lower[2] = {};
   for (int half = 0; half < 2; ++half) {
     const int first = half * kChunk / 2;
-    const Ints whole = round_ints(x + first, inverse);
+    const Ints whole = to_ints(load(x + first) * splat(inverse));
     if constexpr (Bytes == 1) {
       lower[half] = store_codes(out->codes + first, whole);
     } else {

@@ -12,6 +12,8 @@
 #include "kernels/norm.h"
 #include "kernels/rope.h"
 #include "kernels/gate.h"
+#include "kernels/attention_tile.h"
+#include "kernels/code_attention.h"
 #include "kernels/attention.h"
 
 namespace octavo {

@@ -41,6 +41,11 @@ OCTAVO_INLINE Vec abs(Vec x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, x.lo), _mm256_andnot_ps(sign, x.hi)};
 }
+// Of numbers that are not negative: a NaN is the greatest.
+OCTAVO_INLINE __m256 max_or_nan(__m256 a, __m256 b) {
+  return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
+OCTAVO_INLINE Vec max_or_nan(Vec a, Vec b) { return {max_or_nan(a.lo, b.lo), max_or_nan(a.hi, b.hi)}; }
 OCTAVO_INLINE Vec copy_sign(Vec x, Vec sign) {
   const __m256 bit = _mm256_set1_ps(-0.0f);
   return {_mm256_or_ps(_mm256_andnot_ps(bit, x.lo), _mm256_and_ps(bit, sign.lo)),
@@ -67,6 +72,27 @@ OCTAVO_INLINE Vec scale_normal(Vec x, Vec n_magic) {
   return {scale_normal(x.lo, n_magic.lo), scale_normal(x.hi, n_magic.hi)};
 }
 
+// Lane i of the result is lane i ^ Half.
+template <int Half>
+OCTAVO_INLINE __m256 swapped(__m256 x) {
+  if constexpr (Half == 4) return _mm256_permute2f128_ps(x, x, 1);
+  return _mm256_permute_ps(x, Half == 2 ? 0x4e : 0xb1);
+}
+template <int Half>
+OCTAVO_INLINE Vec swapped(Vec x) {
+  if constexpr (Half == 8) return {x.hi, x.lo};
+  return {swapped<Half>(x.lo), swapped<Half>(x.hi)};
+}
+// Lanes i and i + Half of each 2 * Half become their sum and their difference.
+template <int Half>
+OCTAVO_INLINE Vec sums_and_differences(Vec x) {
+  const Vec other = swapped<Half>(x), sum = x + other, difference = other - x;
+  if constexpr (Half == 8) return {sum.lo, difference.hi};
+  constexpr int kUpper = Half == 1 ? 0xaa : Half == 2 ? 0xcc : 0xf0;
+  return {_mm256_blend_ps(sum.lo, difference.lo, kUpper), _mm256_blend_ps(sum.hi, difference.hi, kUpper)};
+}
+OCTAVO_INLINE float first_lane(Vec x) { return _mm256_cvtss_f32(x.lo); }
+
 OCTAVO_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 OCTAVO_INLINE void store(float* p, Vec x) {
   _mm256_storeu_ps(p, x.lo);
@@ -89,21 +115,6 @@ OCTAVO_INLINE Vec load_odd(const bf16* p) {
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   return {_mm256_castsi256_ps(_mm256_and_si256(load_pairs(p), upper)),
           _mm256_castsi256_ps(_mm256_and_si256(load_pairs(p + 16), upper))};
-}
-
-// Sixteen whole numbers.
-OCTAVO_INLINE __m256 widen8(const std::int8_t* p) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-}
-OCTAVO_INLINE Vec load(const std::int8_t* p) { return {widen8(p), widen8(p + 8)}; }
-// Numbers that are bfloat16 already, as sixteen pairs of them.
-OCTAVO_INLINE void store_pairs(bf16* p, __m256 even, __m256 odd) {
-  const __m256i pairs = _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(even), 16), _mm256_castps_si256(odd));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pairs);
-}
-OCTAVO_INLINE void store_pairs(bf16* p, Vec even, Vec odd) {
-  store_pairs(p, even.lo, odd.lo);
-  store_pairs(p + 16, even.hi, odd.hi);
 }
 
 // The nearest bfloat16's bits in the lower half, ties to even; NaN becomes kNanBits and a subnormal zero of its sign.

@@ -39,6 +39,10 @@ OCTAVO_INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }  // b 
 OCTAVO_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 
 OCTAVO_INLINE Vec abs(Vec x) { return {_mm512_abs_ps(x.v)}; }
+// Of numbers that are not negative: a NaN is the greatest.
+OCTAVO_INLINE Vec max_or_nan(Vec a, Vec b) {
+  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
+}
 OCTAVO_INLINE Vec copy_sign(Vec x, Vec sign) {
   const __m512 bit = _mm512_set1_ps(-0.0f);
   return {_mm512_or_ps(_mm512_andnot_ps(bit, x.v), _mm512_and_ps(bit, sign.v))};
@@ -60,6 +64,22 @@ OCTAVO_INLINE Vec scale_normal(Vec x, Vec n_magic) {
   return {_mm512_mul_ps(x.v, _mm512_castsi512_ps(power))};
 }
 
+// Lane i of the result is lane i ^ Half.
+template <int Half>
+OCTAVO_INLINE Vec swapped(Vec x) {
+  if constexpr (Half == 8) return {_mm512_shuffle_f32x4(x.v, x.v, 0x4e)};
+  if constexpr (Half == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xb1)};
+  return {_mm512_permute_ps(x.v, Half == 2 ? 0x4e : 0xb1)};
+}
+// Lanes i and i + Half of each 2 * Half become their sum and their difference.
+template <int Half>
+OCTAVO_INLINE Vec sums_and_differences(Vec x) {
+  constexpr __mmask16 kUpper[] = {0, 0xaaaa, 0xcccc, 0, 0xf0f0, 0, 0, 0, 0xff00};
+  const Vec other = swapped<Half>(x);
+  return {_mm512_mask_sub_ps((x + other).v, kUpper[Half], other.v, x.v)};
+}
+OCTAVO_INLINE float first_lane(Vec x) { return _mm512_cvtss_f32(x.v); }
+
 OCTAVO_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 OCTAVO_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 
@@ -73,15 +93,6 @@ OCTAVO_INLINE Vec load_even(const bf16* p) { return {_mm512_castsi512_ps(_mm512_
 OCTAVO_INLINE Vec load_odd(const bf16* p) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), upper))};
-}
-
-// Sixteen whole numbers.
-OCTAVO_INLINE Vec load(const std::int8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
-// Numbers that are bfloat16 already, as sixteen pairs of them.
-OCTAVO_INLINE void store_pairs(bf16* p, Vec even, Vec odd) {
-  _mm512_storeu_si512(p, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even.v), 16), _mm512_castps_si512(odd.v)));
 }
 
 // The nearest bfloat16's bits, ties to even; NaN becomes kNanBits and a subnormal becomes zero of its sign.

@@ -55,6 +55,8 @@ OCTAVO_INLINE Vec sqrt(Vec x) {
 }
 
 OCTAVO_INLINE Vec abs(Vec x) { OCTAVO_QUARTERS(bits_as<F4>(bits_as<U4>(x.v[i]) & ~kSignBit)); }
+// Of numbers that are not negative: a NaN is the greatest.
+OCTAVO_INLINE Vec max_or_nan(Vec a, Vec b) { OCTAVO_QUARTERS(bits_as<I4>(a.v[i]) > bits_as<I4>(b.v[i]) ? a.v[i] : b.v[i]); }
 OCTAVO_INLINE Vec copy_sign(Vec x, Vec sign) {
   OCTAVO_QUARTERS(bits_as<F4>((bits_as<U4>(x.v[i]) & ~kSignBit) | (bits_as<U4>(sign.v[i]) & kSignBit)));
 }
@@ -75,6 +77,23 @@ OCTAVO_INLINE Vec scale(Vec x, Vec n_magic) {
 OCTAVO_INLINE Vec scale_normal(Vec x, Vec n_magic) {
   OCTAVO_QUARTERS(x.v[i] * bits_as<F4>((bits_as<U4>(n_magic.v[i]) << 23) + (127u << 23)));
 }
+
+// Lane i of the result is lane i ^ Half.
+template <int Half>
+OCTAVO_INLINE Vec swapped(Vec x) {
+  if constexpr (Half == 8) return {x.v[2], x.v[3], x.v[0], x.v[1]};
+  if constexpr (Half == 4) return {x.v[1], x.v[0], x.v[3], x.v[2]};
+  OCTAVO_QUARTERS((F4{x.v[i][0 ^ Half % 4], x.v[i][1 ^ Half % 4], x.v[i][2 ^ Half % 4], x.v[i][3 ^ Half % 4]}));
+}
+// Lanes i and i + Half of each 2 * Half become their sum and their difference.
+template <int Half>
+OCTAVO_INLINE Vec sums_and_differences(Vec x) {
+  const Vec other = swapped<Half>(x), sum = x + other, difference = other - x;
+  Vec result;
+  for (int i = 0; i < 16; ++i) result.v[i / 4][i % 4] = i & Half ? difference.v[i / 4][i % 4] : sum.v[i / 4][i % 4];
+  return result;
+}
+OCTAVO_INLINE float first_lane(Vec x) { return x.v[0][0]; }
 
 OCTAVO_INLINE Vec load(const float* p) {
   Vec x;
@@ -101,25 +120,6 @@ OCTAVO_INLINE U4 load_pairs(const bf16* p) {
 }
 OCTAVO_INLINE Vec load_even(const bf16* p) { OCTAVO_QUARTERS(bits_as<F4>(load_pairs(p + 8 * i) << 16)); }
 OCTAVO_INLINE Vec load_odd(const bf16* p) { OCTAVO_QUARTERS(bits_as<F4>(load_pairs(p + 8 * i) & 0xffff0000u)); }
-
-// Sixteen whole numbers.
-OCTAVO_INLINE Vec load(const std::int8_t* p) {
-  using B4 = std::int8_t __attribute__((vector_size(4)));
-  Vec x;
-  for (int i = 0; i < 4; ++i) {
-    B4 b;
-    std::memcpy(&b, p + 4 * i, sizeof b);
-    x.v[i] = __builtin_convertvector(b, F4);
-  }
-  return x;
-}
-// Numbers that are bfloat16 already, as sixteen pairs of them.
-OCTAVO_INLINE void store_pairs(bf16* p, Vec even, Vec odd) {
-  for (int i = 0; i < 4; ++i) {
-    const U4 pairs = bits_as<U4>(even.v[i]) >> 16 | bits_as<U4>(odd.v[i]);
-    std::memcpy(p + 8 * i, &pairs, sizeof pairs);
-  }
-}
 
 // The nearest bfloat16's bits, ties to even; NaN becomes kNanBits and a subnormal becomes zero of its sign.
 OCTAVO_INLINE U4 bf16_bits(F4 x) {

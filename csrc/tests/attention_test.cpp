@@ -37,19 +37,28 @@ std::vector<float> turn(const float* x, int dim) {
   return result;
 }
 
-Head stored_head(const float* head_of, int dim, KvType type) {
-  const std::vector<float> other = turn(head_of, dim);
-  const float* x = type == KvType::kInt8 ? other.data() : head_of;
+// As whole numbers up to `most` in size.
+Head codes_of(const std::vector<float>& x, float most) {
   Head head;
-  float most = 0;
-  for (int d = 0; d < dim; ++d) most = std::fmax(most, std::fabs(x[d]));
-  const bool small = most < 0x1p-100f;
-  for (int d = 0; d < dim; ++d) {
-    const float code = small ? 0.0f : static_cast<float>(std::nearbyint(static_cast<double>(x[d] * (127.0f / most))));
-    head.numbers.push_back(type == KvType::kInt8 ? code : x[d]);
-  }
-  if (type == KvType::kInt8) head.scale = small ? 0.0f : most / 127.0f;
+  float largest = 0;
+  for (const float number : x) largest = std::fmax(largest, std::fabs(number));
+  const bool small = largest < 0x1p-100f;
+  for (const float number : x)
+    head.numbers.push_back(small ? 0.0f : static_cast<float>(std::nearbyint(static_cast<double>(number * (most / largest)))));
+  head.scale = small ? 0.0f : largest / most;
   return head;
+}
+
+Head stored_head(const float* x, int dim, KvType type) {
+  return type == KvType::kInt8 ? codes_of(turn(x, dim), 127.0f) : Head{{x, x + dim}};
+}
+
+constexpr float kTwoBytes = 127 * 128;  // of queries and weights that meet codes
+// The exact sum of products of whole numbers, rounded once.
+float sum_of_codes(int count, auto&& product) {
+  std::int64_t sum = 0;
+  for (int i = 0; i < count; ++i) sum += product(i);
+  return static_cast<float>(sum);
 }
 
 // Keys and values of one sequence, in random blocks of a cache whose other slots are all NaN. In int8, `keys` and `values` are
@@ -111,9 +120,9 @@ void Sequence::lay_out(Random& random, int block_size, int seen) {
       std::uint8_t *keys_of = &key_blocks[panel * panel_bytes], *values_of = &value_blocks[panel * panel_bytes];
       for (int d = 0; d < dim; ++d) {
         if (codes) {
-          keys_of[d * 16 + slot] = static_cast<std::uint8_t>(static_cast<int>(key(token, head, d)));
-          values_of[slot / 2 * 2 * dim + d / 16 * 32 + slot % 2 * 16 + d % 16] =
-              static_cast<std::uint8_t>(static_cast<int>(value(token, head, d)));
+          keys_of[d / 4 * 64 + slot * 4 + d % 4] = static_cast<std::uint8_t>(static_cast<int>(key(token, head, d)) + 128);
+          values_of[slot / 4 * 4 * dim + d * 4 + slot % 4] =
+              static_cast<std::uint8_t>(static_cast<int>(value(token, head, d)) + 128);
         } else {
           reinterpret_cast<bf16*>(keys_of)[d / 2 * 32 + slot * 2 + d % 2] = nearest_bf16(key(token, head, d));
           reinterpret_cast<bf16*>(values_of)[slot / 2 * 2 * dim + d * 2 + slot % 2] = nearest_bf16(value(token, head, d));
@@ -153,26 +162,36 @@ struct Piece {
   std::vector<float> mixed;
 };
 
-// Positions first .. last of one piece, for a query vector of head_dim.
-Piece piece_rule(const Sequence& s, const float* query, int kv_head, int first, int last) {
+// Positions first .. last of one piece, for a query vector of head_dim: floats, or what codes_of made of them.
+Piece piece_rule(const Sequence& s, const Head& query, int kv_head, int first, int last) {
   const int dim = s.shape.head_dim, begin = first / kPiece * kPiece;
+  const bool codes = s.shape.type == KvType::kInt8;
   float weights[kPiece] = {}, largest = -INFINITY;
   for (int t = first; t <= last; ++t) {
-    float score = matrix_rule(query, &s.keys[(t * s.shape.kv_heads + kv_head) * dim], dim);
-    score = score * s.key_scale(t, kv_head);  // one in bfloat16
-    score = score * s.score_scale();
+    const float* key = &s.keys[(t * s.shape.kv_heads + kv_head) * dim];
+    float score = codes ? sum_of_codes(dim, [&](int d) { return static_cast<std::int64_t>(query.numbers[d] * key[d]); })
+                        : matrix_rule(query.numbers.data(), key, dim);
+    score = score * s.key_scale(t, kv_head);  // one in bfloat16, as a query's is
+    score = score * (query.scale * s.score_scale());
     if (s.shape.softcap != 0) score = softcap_rule(score, s.shape.softcap);
     weights[t - begin] = score;
     largest = score > largest ? score : largest;
   }
-  float shares[kPiece] = {};
   for (int t = first; t <= last; ++t) {
-    const float share = exp_rule(weights[t - begin] - largest);
-    const float weight = share * s.value_scale(t, kv_head);
-    weights[t - begin] = widen(nearest_bf16(weight));
-    shares[t - begin] = s.shape.type == KvType::kInt8 ? share : weights[t - begin];
+    const float weight = exp_rule(weights[t - begin] - largest);
+    weights[t - begin] = codes ? weight : widen(nearest_bf16(weight));
   }
-  Piece piece{largest, lane_sum(kPiece, [&](int i) { return shares[i]; }), {}};
+  Piece piece{largest, lane_sum(kPiece, [&](int i) { return weights[i]; }), {}};
+  if (codes) {
+    std::vector<float> scaled;
+    for (int t = first; t <= last; ++t) scaled.push_back(weights[t - begin] * s.value_scale(t, kv_head));
+    const Head whole = codes_of(scaled, kTwoBytes);
+    for (int d = 0; d < dim; ++d) {
+      const auto product = [&](int i) { return static_cast<std::int64_t>(whole.numbers[i] * s.value(first + i, kv_head, d)); };
+      piece.mixed.push_back(sum_of_codes(last - first + 1, product) * whole.scale);
+    }
+    return piece;
+  }
   for (int d = 0; d < dim; ++d) {
     float values[kPiece] = {};  // what is not seen has weight zero, and zero is all that it adds
     for (int t = first; t <= last; ++t) values[t - begin] = s.value(t, kv_head, d);
@@ -182,7 +201,7 @@ Piece piece_rule(const Sequence& s, const float* query, int kv_head, int first, 
 }
 
 // One query vector that stands at position `last`: its head_dim results.
-std::vector<bf16> attention_rule(const Sequence& s, const float* query, int kv_head, int last) {
+std::vector<bf16> attention_rule(const Sequence& s, const Head& query, int kv_head, int last) {
   Piece all;
   const int first = first_seen(s, last);
   for (int begin = first / kPiece * kPiece; begin <= last; begin += kPiece) {
@@ -223,21 +242,27 @@ struct Expected {
 //   sums     within a piece a total takes 16 + 4 roundings, a weighted sum 8 + 16; each merge adds exp's 2 u and 2
 //            more, and the division 1: (25 + 4 pieces) u
 // Result: a quotient of two sums whose terms are off by d each, so by 2 d (1 + d) of the sum of sizes; rounded once at
-// the end. Weights under e^-87 are dropped, which is nothing next to b. In int8 two products with scales add 2 u, which is
-// less than what the score's and the sums' bounds have to spare; exact are the numbers as stored, and queries as turned.
+// the end. Weights under e^-87 are dropped, which is nothing next to b.
+//
+// In int8 the numbers as stored are exact, and a step is 1 / 16256 of the largest: of a query's numbers, each off by half a step
+// times its key's, which comes to e; of a piece's weights, each off by half a step times its value's, which comes to the weighted
+// sum, and b is not there. Products with scales add 3 u, which is less than what the other bounds have to spare.
 std::vector<Expected> expect(const Sequence& s, const float* query, int kv_head, int last) {
   const int dim = s.shape.head_dim, first = first_seen(s, last);
   const double cap = s.shape.softcap;
   std::vector<double> weights;
-  double lowest = INFINITY, top = -INFINITY, error = 0;
+  double lowest = INFINITY, top = -INFINITY, error = 0, half_step = 0;
+  const bool codes = s.shape.type == KvType::kInt8;
+  for (int d = 0; codes && d < dim; ++d) half_step = std::max(half_step, std::fabs(static_cast<double>(query[d])) / (2 * kTwoBytes));
   for (int t = first; t <= last; ++t) {
-    double score = 0, size = 0;
+    double score = 0, size = 0, stepped = 0;
     for (int d = 0; d < dim; ++d) {
-      const double product = static_cast<double>(query[d]) * s.key(t, kv_head, d) * s.key_scale(t, kv_head);
+      const double key = static_cast<double>(s.key(t, kv_head, d)) * s.key_scale(t, kv_head), product = query[d] * key;
       score += product;
       size += std::fabs(product);
+      stepped += half_step * std::fabs(key);
     }
-    error = std::max(error, (18 + (dim + 31) / 32) * kUnit * size * s.score_scale());
+    error = std::max(error, ((18 + (dim + 31) / 32) * kUnit * size + stepped) * s.score_scale());
     score *= s.score_scale();
     if (cap != 0) score = std::tanh(score / cap) * cap;
     weights.push_back(score);
@@ -245,34 +270,42 @@ std::vector<Expected> expect(const Sequence& s, const float* query, int kv_head,
     top = std::max(top, score);
   }
   if (cap != 0) error += 6 * kUnit * cap;
-  double total = 0;
-  for (double& w : weights) total += w = std::exp(w - top);
+  double total = 0, heaviest = 0;
+  for (int t = first; t <= last; ++t) {
+    double& w = weights[t - first];
+    total += w = std::exp(w - top);
+    heaviest = std::max(heaviest, w * s.value_scale(t, kv_head));
+  }
+  half_step = codes ? heaviest / (2 * kTwoBytes) : 0;
 
-  const double relative = kBf16Unit + 2 * (error + kUnit * (top - lowest) + 2 * kUnit);
+  const double relative = (codes ? 0 : kBf16Unit) + 2 * (error + kUnit * (top - lowest) + 2 * kUnit);
   const double sums = (25 + 4 * (last / kPiece - first / kPiece + 1)) * kUnit;
-  std::vector<double> exacts, sizes;
+  std::vector<double> exacts, sizes, steps;
   for (int d = 0; d < dim; ++d) {
-    double exact = 0, size = 0;
+    double exact = 0, size = 0, stepped = 0;
     for (int t = first; t <= last; ++t) {
       const double value = static_cast<double>(s.value(t, kv_head, d)) * s.value_scale(t, kv_head);
       exact += weights[t - first] * value / total;
       size += weights[t - first] * std::fabs(value) / total;
+      stepped += half_step * std::fabs(static_cast<double>(s.value(t, kv_head, d))) / total;
     }
     exacts.push_back(exact);
     sizes.push_back(size);
+    steps.push_back(stepped);
   }
   std::vector<Expected> expected;
   for (int d = 0; d < dim; ++d) {
-    double exact = exacts[d], size = sizes[d];
-    if (s.shape.type == KvType::kInt8) {  // turned back by the definition; what all numbers are off by adds up, and ten roundings
+    double exact = exacts[d], size = sizes[d], stepped = 0;
+    if (codes) {  // turned back by the definition; what all numbers are off by adds up, and ten roundings
       const int n = turned_width(dim), first_of = d / n * n;
       exact = size = 0;
+      for (int i = 0; i < n; ++i) stepped += 1.1 * steps[first_of + i] / n;
       for (int i = 0; i < n; ++i) {
         exact += (__builtin_popcount(i & (d % n)) % 2 == 0 ? 1 : -1) * exacts[first_of + i] / n;
         size += 1.1 * sizes[first_of + i] / n;
       }
     }
-    expected.push_back({exact, rounded(exact, (2 * relative * (1 + relative) + 2 * sums + 10 * kUnit) * size)});
+    expected.push_back({exact, rounded(exact, (2 * relative * (1 + relative) + 2 * sums + 10 * kUnit) * size + stepped)});
   }
   return expected;
 }
@@ -291,18 +324,15 @@ void test_shape(Test& t, const Shape& s) {
   Attention a = sequence.arguments(q, out);
   a.first = kBefore;
   t.kernels.attention(a, 0, s.count, 0, s.kv_heads);
-  std::vector<float> query(s.head_dim);
+  std::vector<float> query(s.head_dim);  // turned, where keys are
   std::vector<bf16> rule;
   std::vector<Expected> expected;
   visit(t, before, out, {kBefore, kBefore + s.count}, {0, width}, [&](int row, int column, bf16 got) {
     const int d = column % s.head_dim, kv_head = column / s.head_dim / s.group, last = s.position + row - kBefore;
     if (d == 0) {
       for (int i = 0; i < s.head_dim; ++i) query[i] = widen(q.at(row, column + i));
-      if (s.type == KvType::kInt8) {
-        query = turn(query.data(), s.head_dim);
-        for (float& number : query) number = widen(nearest_bf16(number));
-      }
-      rule = attention_rule(sequence, query.data(), kv_head, last);
+      if (s.type == KvType::kInt8) query = turn(query.data(), s.head_dim);
+      rule = attention_rule(sequence, s.type == KvType::kInt8 ? codes_of(query, kTwoBytes) : Head{query}, kv_head, last);
       expected = expect(sequence, query.data(), kv_head, last);
     }
     t.same(got, rule[d], "the rule", row, column);

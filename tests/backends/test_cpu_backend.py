@@ -108,8 +108,9 @@ class TestInt8KV:
                 block = part[paged._tables["a"][0][token // 16], :, 0]
                 scales = block[:, 16 * 16 :].copy().view(np.float32)[:, token % 16]
                 assert (scales > 0).all()
-        keys = before[0][paged._tables["a"][0][0], :, 0, : 16 * 16].view(np.int8).reshape(-1, 16, 16)
-        assert (np.abs(keys.astype(int)).max(1) == 127).all()
+        for part, dims in zip(before[:2], ((1, 3), 2), strict=True):  # keys [dim / 4][token][4], values [token / 4][dim][4]
+            quads = part[paged._tables["a"][0][0], :, 0, : 16 * 16].reshape(-1, 4, 16, 4).astype(int) - 128
+            assert (np.abs(quads).max(dims) == 127).all()
         paged.step({"a": prompt(3, seed=2)})
         after = [part for parts in paged.native.kv_caches() for part in parts]
         first = paged._tables["a"][0][0]

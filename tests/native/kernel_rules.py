@@ -113,11 +113,23 @@ def turn(x: Floats) -> Floats:
 
 def quantize_heads(x: Floats) -> tuple[Floats, Floats]:
     """x [..., head_dim] as it is stored in int8: codes of what it turns into, as floats, and scales [...]."""
-    x = turn(x).reshape(x.shape)
+    return to_codes(turn(x).reshape(x.shape), 127)
+
+
+def to_codes(x: Floats, most: int) -> tuple[Floats, Floats]:
+    """x [..., n] as whole numbers up to `most` in size, and their scales [...]."""
     largest = np.abs(x).max(-1)
     small = largest < F32(2.0**-100)
-    inverse = np.where(small, F32(0), F32(127) / np.where(small, F32(1), largest))
-    return np.rint(x * inverse[..., None]), np.where(small, F32(0), largest / F32(127))
+    inverse = np.where(small, F32(0), F32(most) / np.where(small, F32(1), largest))
+    return np.rint(x * inverse[..., None]), np.where(small, F32(0), largest / F32(most))
+
+
+TWO_BYTES = 127 * 128
+
+
+def products_of_codes(x: Floats, w: Floats) -> Floats:
+    """[n] and [rows, n] of whole numbers: exact sums [rows], rounded once."""
+    return (w.astype(np.int64) @ x.astype(np.int64)).astype(F32)
 
 
 def attend(
@@ -137,25 +149,27 @@ def attend(
     """
     dim = len(q)
     if scales:
-        q, scale = rounded(turn(q).reshape(-1)), float(F32(scale) / F32(turn_width(dim)))
+        q, q_scale = to_codes(turn(q).reshape(-1), TWO_BYTES)
+        scale = float(q_scale * (F32(scale) / F32(turn_width(dim))))
     top, total, result = F32(0), F32(0), np.zeros(dim, F32)
     for start in range(first // PIECE * PIECE, last + 1, PIECE):
         t = np.arange(max(first, start), min(last + 1, start + PIECE))
-        scores = matrix_rule(q[None], keys[t])[0]
-        if scales:
-            scores = scores * scales[0][t]
+        scores = products_of_codes(q, keys[t]) * scales[0][t] if scales else matrix_rule(q[None], keys[t])[0]
         scores = scores * F32(scale)
         if softcap:
             scores = tanh(scores / F32(softcap)) * F32(softcap)
         largest = scores.max()
         weights = np.zeros(PIECE, F32)
-        shares = np.zeros(PIECE, F32)
-        shares[t - start] = exp(scores - largest)
-        weights[t - start] = rounded(shares[t - start] * scales[1][t] if scales else shares[t - start])
-        seen = np.zeros((PIECE, dim), F32)
-        seen[t - start] = values[t]
-        mixed = matrix_rule(weights[None], np.ascontiguousarray(seen.T), chunk=16)[0]
-        sums = lane_sum(shares if scales else weights)
+        weights[t - start] = exp(scores - largest)
+        if scales:
+            codes, by = to_codes(weights[t - start] * scales[1][t], TWO_BYTES)
+            mixed = products_of_codes(codes, values[t].T) * by
+        else:
+            weights = rounded(weights)
+            seen = np.zeros((PIECE, dim), F32)
+            seen[t - start] = values[t]
+            mixed = matrix_rule(weights[None], np.ascontiguousarray(seen.T), chunk=16)[0]
+        sums = lane_sum(weights)
         if start <= first:
             top, total, result = largest, sums, mixed
             continue

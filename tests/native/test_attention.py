@@ -66,11 +66,13 @@ class Cache:
         keys, values = np.full((2, blocks + 1, kv_heads, panels, 16 * (dim + 4)), 0xFF, np.uint8)
         for t in range(tokens):
             place, lane = (self.table[t // self.block_size], slice(None), t % self.block_size // 16), t % 16
-            codes = self.keys[t].astype(np.int8).view(np.uint8), self.values[t].astype(np.int8).view(np.uint8)
-            keys[place][:, lane : 16 * dim : 16] = codes[0]
-            halves = values[place][:, : 16 * dim].reshape(kv_heads, 8, dim // 16, 2, 16)
-            halves[:, lane // 2, :, lane % 2] = codes[1].reshape(kv_heads, -1, 16)
-            values[place][:, : 16 * dim] = halves.reshape(kv_heads, -1)
+            codes = (self.keys[t] + 128).astype(np.uint8), (self.values[t] + 128).astype(np.uint8)
+            quads = keys[place][:, : 16 * dim].reshape(kv_heads, dim // 4, 16, 4)
+            quads[:, :, lane] = codes[0].reshape(kv_heads, -1, 4)
+            keys[place][:, : 16 * dim] = quads.reshape(kv_heads, -1)
+            quads = values[place][:, : 16 * dim].reshape(kv_heads, 4, dim, 4)
+            quads[:, lane // 4, :, lane % 4] = codes[1]
+            values[place][:, : 16 * dim] = quads.reshape(kv_heads, -1)
             for part, scales in zip((keys, values), self.scales or (), strict=True):
                 part[place][:, 16 * dim :].view(F32)[:, lane] = scales[t]
         self.packed_keys, self.packed_values = keys, values
