@@ -76,7 +76,12 @@ class AsyncLLMEngine:
         dispatcher = Dispatcher(config.max_num_seqs + max_waiting)
         reading = asyncio.create_task(asyncio.to_thread(_Model.read, config))
         options = replace(options or SupervisorOptions(), hang_timeout=hang_timeout)
-        supervisor = Supervisor(dispatcher, _first_message(config, reading), config.max_num_seqs, options)
+
+        async def first_message() -> wire.Start:
+            model = await asyncio.shield(reading)
+            return wire.Start(replace(config, model=model.path), model.vocab_size, log_level())
+
+        supervisor = Supervisor(dispatcher, first_message, config.max_num_seqs, options)
         try:
             model = await reading
             dispatcher.begin(model.tokenizer, supervisor)
@@ -182,8 +187,8 @@ class AsyncLLMEngine:
     async def close(self) -> None:
         """Ends what is unfinished, and the engine process. Safe to call twice."""
         self._closed_to_new = "the engine is closed"
-        self._dispatcher.end_all("abort")
         await self._supervisor.close()
+        self._dispatcher.end_all("abort")
 
     async def __aenter__(self) -> AsyncLLMEngine:
         return self
@@ -206,7 +211,7 @@ class AsyncLLMEngine:
             return self._inputs.tokens(prompt)
         return await asyncio.to_thread(self._inputs.tokens, prompt)
 
-    def _process(self, prompt: Prompt, params: SamplingParams, tokens: list[int], priority: int) -> Request:
+    def _process(self, prompt: Prompt, params: Any, tokens: list[int], priority: int) -> Request:
         if isinstance(params, BeamSearchParams):
             raise RequestError("beam search is not served by AsyncLLMEngine yet; use LLM.beam_search")
         return self._inputs.process(prompt, params, priority, tokens=tokens)
@@ -229,14 +234,10 @@ class _Model:
         )
         return cls(str(path), model_config(checkpoint.config, checkpoint.generation_config), tokenizer)
 
-
-def _first_message(config: EngineConfig, reading: asyncio.Task[_Model]) -> asyncio.Task[wire.Start]:
-    async def make() -> wire.Start:
-        model = await asyncio.shield(reading)
-        vocab_size = min(model.tokenizer.vocab_size, model.config.vocab_size)
-        return wire.Start(replace(config, model=model.path), vocab_size, log_level())
-
-    return asyncio.create_task(make())
+    @property
+    def vocab_size(self) -> int:
+        """Ids that can be sampled."""
+        return min(self.tokenizer.vocab_size, self.config.vocab_size)
 
 
 def _pairs(

@@ -8,9 +8,8 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from octavo.core import KVSnapshot, SchedulerStats
 from octavo.engine import wire
@@ -86,6 +85,8 @@ class Dispatcher:
             self._tell()
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        """Ends all requests, and leaves no question open."""
+        self._close_questions()
         for request_id in self.ledger.request_ids():
             self._end(self.ledger.seq_ids(request_id), reason, error)
 
@@ -123,7 +124,7 @@ class Dispatcher:
         self._tell()
 
     def engine_died(self, death: Death) -> bool:
-        self._fail_questions()
+        self._close_questions()
         condemned = self.ledger.engine_died(death.in_step)
         if condemned is None:
             return False
@@ -133,7 +134,6 @@ class Dispatcher:
         return True
 
     def engine_given_up(self, error: OctavoError) -> None:
-        self._fail_questions()
         self.end_all("error", str(error))
         self.failure.set_result(error)
 
@@ -176,17 +176,17 @@ class Dispatcher:
         self.ledger.add(request_id, request.sequences)
         self.idle.clear()
         stream = RequestStream(request_id, self.abort)
-        self._streams[request_id] = weakref.ref(stream, self._abort_from_anywhere(request_id))
+
+        def let_go(reader: weakref.ref[RequestStream]) -> None:  # in whatever thread collects the garbage
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._abort_unread, request_id, reader)
+
+        self._streams[request_id] = weakref.ref(stream, let_go)
         return stream
 
-    def _abort_from_anywhere(self, request_id: str) -> Callable[[Any], None]:
-        """The collector of garbage runs in any thread."""
-
-        def let_go(_: object) -> None:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self.abort, request_id)
-
-        return let_go
+    def _abort_unread(self, request_id: str, reader: weakref.ref[RequestStream]) -> None:
+        if self._streams.get(request_id) is reader:
+            self.abort(request_id)
 
     def _tell(self) -> None:
         if self.supervisor.is_ready:
@@ -227,7 +227,7 @@ class Dispatcher:
         self.supervisor.send(wire.Ask(self._num_questions, what))
         return await question
 
-    def _fail_questions(self) -> None:
+    def _close_questions(self) -> None:
         for question in self._questions.values():
             if not question.done():
                 question.set_result(None)

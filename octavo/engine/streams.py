@@ -28,7 +28,8 @@ class RequestStream:
 
     def abort(self) -> None:
         """Ends the request at once; what it has can still be read. One that has ended is left as it is."""
-        self._abort(self.request_id)
+        if self._output is None or not self._output.finished:
+            self._abort(self.request_id)
 
     def put(self, output: RequestOutput) -> None:
         """For the engine: the request has moved."""

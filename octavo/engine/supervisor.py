@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from octavo.config import EngineConfig
 from octavo.engine import wire
-from octavo.engine.life import ENGINE_MODULE, Life, Vitals
+from octavo.engine.life import ENGINE_MODULE, Life
+from octavo.engine.progress import Progress
 from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.metrics import log_event
-from octavo.worker import BootReport
+from octavo.worker import BootReport, MemoryPlan
 
 Phase = Literal["loading", "ready", "restarting", "failed", "closed"]
 
-BUSY_SHARE = 0.05  # of one core: a process that takes less than that does not compute
 LOOKS = 10  # at the process, per hang_timeout
 MOST_SECONDS_BETWEEN_LOOKS = 1.0
 LONGEST_DELAY = 30.0  # seconds before another start
@@ -80,12 +80,16 @@ class Supervisor:
     """
 
     def __init__(
-        self, owner: Owner, start: Awaitable[wire.Start], max_num_seqs: int, options: SupervisorOptions
+        self,
+        owner: Owner,
+        start: Callable[[], Awaitable[wire.Start]],
+        max_num_seqs: int,
+        options: SupervisorOptions,
     ) -> None:
         """
         Args:
-            start: may be awaited more than once. It is awaited when the process is there, so that it can be made while
-                that one comes up.
+            start: makes the first message to an engine; called when the process is there, so that it may take its time
+                while that one comes up.
         """
         self.options = options
         self.num_restarts = 0
@@ -95,10 +99,11 @@ class Supervisor:
         self._phase: Phase = "loading"
         self._why = "the engine process is being started"
         self._life: Life | None = None
-        self._progress = Progress(options)
+        self._progress = Progress(options.hang_timeout, options.step_timeout)
         self._brought_something = False  # this life has
         self._last_words: str | None = None  # of this life
         self._first_ready: asyncio.Future[BootReport] = asyncio.get_running_loop().create_future()
+        self._first_ready.add_done_callback(lambda future: future.exception())  # perhaps nobody waits for it any more
         self._task = asyncio.create_task(self._run(), name="octavo engine supervisor")
         self._task.add_done_callback(self._stopped)
 
@@ -183,7 +188,7 @@ class Supervisor:
     async def _live(self) -> Death:
         """One life, from its start to its end."""
         self._brought_something, self._last_words = False, None
-        self._progress = Progress(self.options)
+        self._progress = Progress(self.options.hang_timeout, self.options.step_timeout)
         try:
             life = self._life = Life(self.options.module, self._max_num_seqs)
         except OSError as error:  # no memory, no more processes: that may pass
@@ -206,7 +211,11 @@ class Supervisor:
             self._life = None
 
     async def _listen(self, life: Life) -> None:
-        life.send(await self._start)
+        start = await self._start()
+        if self._first_ready.done():
+            config = _same_pool(start.config, self._first_ready.result().memory)
+            start = wire.Start(config, start.vocab_size, start.log_level)
+        life.send(start)
         while True:
             self._hear(await life.receive())
 
@@ -220,6 +229,7 @@ class Supervisor:
                 self._enter("loading", f"the model is being loaded: {share:.0%}")
             case wire.Ready(boot_report):
                 self._enter("ready", "the engine is ready")
+                log_event("engine_ready", {**boot_report.fields(), "num_restarts": self.num_restarts})
                 self._owner.engine_ready(boot_report)
                 if not self._first_ready.done():
                     self._first_ready.set_result(boot_report)
@@ -238,51 +248,11 @@ class Supervisor:
                 life.kill()
 
 
-class Progress:
-    """Whether an engine gets on.
-
-    Signs of that: a message, a finished step, or that the process computes (a long prefill) or reads from a disk. A
-    process that is stopped, or waits for what never comes, shows none of them; one that has nothing to do need not.
-    """
-
-    def __init__(self, options: SupervisorOptions) -> None:
-        self._hang_timeout = options.hang_timeout
-        self._step_timeout = options.step_timeout
-        now = time.monotonic()
-        self._sign = now  # when there was one
-        self._step = now  # when a message came or a step was done
-        self._looked = now
-        self._num_steps = 0
-        self._vitals = Vitals("R", 0, 0.0)
-        self.verdict: str | None = None  # why it was to be killed
-
-    def heard(self) -> None:
-        self._sign = self._step = time.monotonic()
-
-    def look(self, vitals: Vitals, num_steps: int, *, idle: bool) -> bool:
-        """Takes in how the process is; whether it hangs."""
-        now = time.monotonic()
-        busy = vitals.cpu_seconds - self._vitals.cpu_seconds > BUSY_SHARE * (now - self._looked)
-        reads = vitals.major_faults > self._vitals.major_faults
-        held_up = now - self._looked > self._hang_timeout / 2  # this process was: it cannot tell
-        if num_steps > self._num_steps or (idle and not vitals.stopped):
-            self.heard()
-        elif busy or reads or held_up:
-            self._sign = now
-        self._looked, self._vitals, self._num_steps = now, vitals, num_steps
-        if now - self._sign > self._hang_timeout:
-            self.verdict = f"it hung: {self.describe()}"
-        elif now - self._step > self._step_timeout:
-            self.verdict = f"it hung: one step has taken more than {self._step_timeout:g} s"
-        return self.verdict is not None
-
-    @property
-    def late(self) -> bool:
-        """Half of the time has passed."""
-        return time.monotonic() - self._sign > self._hang_timeout / 2
-
-    def describe(self) -> str:
-        return f"no sign of progress for {time.monotonic() - self._sign:.1f} s"
+def _same_pool(config: EngineConfig, memory: MemoryPlan) -> EngineConfig:
+    """What fitted into the first engine's pool is to fit into those of its successors."""
+    return replace(
+        config, num_kv_blocks=memory.num_blocks, kv_cache_memory_bytes=None, max_model_len=memory.max_model_len
+    )
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
