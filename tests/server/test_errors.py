@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.server.bodies import MAX_BODY_BYTES
 from tests.engine.test_chat import ONE
 from tests.server.live import LiveServer
@@ -247,3 +249,44 @@ def test_what_is_not_http(server: LiveServer) -> None:
         connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 400")
     assert server.get("/health").status_code == 200
+
+
+class FailedStream:
+    """A request that comes to grief after its first words."""
+
+    def __init__(self, first: RequestOutput) -> None:
+        self._outputs = [first, replace(first, finished=True, error="the logits are not numbers")]
+
+    def __aiter__(self) -> FailedStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if not self._outputs:
+            raise StopAsyncIteration
+        return self._outputs.pop(0)
+
+    async def __aenter__(self) -> FailedStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return
+
+
+def test_a_request_that_fails_on_its_way(
+    server: LiveServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """500; in a stream, an event that says so, which openai-python raises."""
+
+    async def submit(*args: Any, **kwargs: Any) -> list[FailedStream]:
+        return [FailedStream(RequestOutput("r", "a", [1], [CompletionOutput(0, text="some words")]))]
+
+    monkeypatch.setattr(server.context.engine, "submit", submit)
+    error = error_of(server.post("/v1/completions", {"prompt": "a"}), 500)
+    assert error["message"] == "the logits are not numbers"
+    with pytest.raises(openai.APIError, match="the logits are not numbers"):
+        list(client.completions.create(model="tiny", prompt="a", stream=True))
+    streamed = server.post("/v1/completions", {"prompt": "a", "stream": True})
+    text, failure, done = streamed.text.removesuffix("\n\n").split("\n\n")
+    assert json.loads(text[6:])["choices"][0]["text"] == "some words"
+    assert json.loads(failure[6:])["error"]["message"] == "the logits are not numbers"
+    assert done == "data: [DONE]"

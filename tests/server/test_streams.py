@@ -85,7 +85,7 @@ PARAMETERS = st.fixed_dictionaries(
         "top_k": st.integers(1, 50),
     },
 )
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def same_in_both(server: LiveServer, path: str, body: dict[str, Any]) -> None:
