@@ -123,6 +123,13 @@ def test_torch_stays_in_its_backend():
             assert not [t for t in imported(name) if under(t, "torch")], f"{name} imports torch"
 
 
+def test_http_stays_in_the_server():
+    for name in MODULES:
+        if not under(name, "octavo.server"):
+            for library in ("fastapi", "starlette", "uvicorn", "pydantic"):
+                assert not [t for t in imported(name) if under(t, library)], f"{name} imports {library}"
+
+
 def test_core_needs_no_arrays():
     for name in MODULES:
         if under(name, "octavo.core"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
@@ -16,11 +15,11 @@ from octavo.server.bodies import described, read_body
 from octavo.server.context import Context, ContextOf
 from octavo.server.errors import APIError
 from octavo.server.generation import respond
-from octavo.server.logprobs import chat_logprobs, prompt_logprobs
+from octavo.server.logprobs import chat_logprobs
 from octavo.server.parameters import GenerationRequest
 from octavo.server.replies import Reply
 from octavo.server.streaming import Delta
-from octavo.tokenizer import ChatPrompt, Tokenizer
+from octavo.tokenizer import ChatPrompt
 
 router = APIRouter()
 
@@ -82,42 +81,19 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
         return None
 
 
-@dataclass(kw_only=True)
 class ChatReply(Reply):
-    tokenizer: Tokenizer
-    num_logprobs: int | None
-    num_prompt_logprobs: int | None
-
     prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
-        choice = self._choice(delta, "message", {"role": "assistant", "content": delta.text, "refusal": None})
-        if self.num_prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(delta.output.prompt_logprobs or [], self.num_prompt_logprobs)
-        return choice
+    def said(self, delta: Delta, *, whole: bool) -> dict[str, Any]:
+        if whole:
+            return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+        content = {"content": delta.text} if delta.text else {}
+        return {"delta": {"role": "assistant", **content} if delta.is_first else content}
 
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        said = {"content": delta.text} if delta.text else {}
-        return self._choice(delta, "delta", {"role": "assistant", **said} if delta.is_first else said)
-
-    def _choice(self, delta: Delta, name: str, said: dict[str, Any]) -> dict[str, Any]:
-        logprobs = None
-        if self.num_logprobs is not None:
-            logprobs = chat_logprobs(self.tokenizer, delta.logprobs or [], self.num_logprobs)
-        choice: dict[str, Any] = {
-            "index": delta.index,
-            name: said,
-            "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
-        if self.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-            if delta.is_first:
-                choice["prompt_token_ids"] = delta.output.prompt_token_ids
-        return choice
+    def logprobs(self, delta: Delta, top: int) -> dict[str, Any]:
+        return chat_logprobs(self.tokenizer, delta.logprobs or [], top)
 
 
 @router.post("/chat/completions", openapi_extra=described(ChatCompletionRequest))

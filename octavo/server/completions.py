@@ -11,17 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine import Prompt
-from octavo.outputs import RequestOutput
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.server.bodies import described, read_body, shown
 from octavo.server.context import ContextOf
 from octavo.server.errors import APIError
 from octavo.server.generation import respond
-from octavo.server.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
+from octavo.server.logprobs import CompletionLogprobs, TokenTexts
 from octavo.server.parameters import GenerationRequest
 from octavo.server.replies import Reply
 from octavo.server.streaming import Delta
-from octavo.tokenizer import Tokenizer
 
 router = APIRouter()
 
@@ -65,50 +63,31 @@ def _is_id(value: object) -> bool:
 
 @dataclass(kw_only=True)
 class CompletionReply(Reply):
-    tokenizer: Tokenizer
     echo: bool
-    num_logprobs: int | None
-    num_prompt_logprobs: int | None  # those that vLLM's field of this name asks for
     skip_special_tokens: bool
     _logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)  # by choice
 
     prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
-        choice = self.chunk(delta)
-        if self.num_prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(delta.output.prompt_logprobs or [], self.num_prompt_logprobs)
-        return choice
+    def said(self, delta: Delta, *, whole: bool) -> dict[str, Any]:
+        return {"text": (self._echoed(delta) or "") + delta.text}
 
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        echo = self._prompt_text(delta.output) if self.echo and delta.is_first else ""
-        choice: dict[str, Any] = {
-            "index": delta.index,
-            "text": echo + delta.text,
-            "logprobs": None if self.num_logprobs is None else self._logprob_lists(delta, echo, self.num_logprobs),
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
-        if self.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-            if delta.is_first:
-                choice["prompt_token_ids"] = delta.output.prompt_token_ids
-        return choice
-
-    def _prompt_text(self, output: RequestOutput) -> str:
-        """As it was given; of token ids, what they spell."""
-        if output.prompt is not None:
-            return output.prompt
-        texts = TokenTexts(self.tokenizer)
-        return "".join(texts.next(token) for token in output.prompt_token_ids)
-
-    def _logprob_lists(self, delta: Delta, echo: str, top: int) -> dict[str, list[Any]]:
+    def logprobs(self, delta: Delta, top: int) -> dict[str, Any]:
         if delta.is_first:
             self._logprobs[delta.index] = CompletionLogprobs(
-                self.tokenizer, top, delta.output, echo=echo if self.echo else None, hides=self.skip_special_tokens
+                self.tokenizer, top, delta.output, echo=self._echoed(delta), hides=self.skip_special_tokens
             )
         return self._logprobs[delta.index].take(delta.token_ids, delta.logprobs or [])
+
+    def _echoed(self, delta: Delta) -> str | None:
+        """The prompt, where this delta begins with it: as it was given; of token ids, what they spell."""
+        if not (self.echo and delta.is_first):
+            return None
+        if delta.output.prompt is not None:
+            return delta.output.prompt
+        texts = TokenTexts(self.tokenizer)
+        return "".join(texts.next(token) for token in delta.output.prompt_token_ids)
 
 
 @router.post("/completions", openapi_extra=described(CompletionRequest))

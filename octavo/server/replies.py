@@ -7,11 +7,13 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from octavo.outputs import RequestOutput, combined_metrics
 from octavo.server.errors import APIError
+from octavo.server.logprobs import prompt_logprobs
 from octavo.server.streaming import Delta, Deltas, event
+from octavo.tokenizer import Tokenizer
 from octavo.version import VERSION
 
 FINGERPRINT = f"octavo-{VERSION}"
@@ -22,14 +24,17 @@ class Reply(ABC):
     """How the outputs of one HTTP request are told. A subclass knows what a choice looks like at its endpoint."""
 
     model: str
+    tokenizer: Tokenizer
     include_usage: bool
     return_token_ids: bool
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None  # that vLLM's field of this name asks for
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(init=False)
 
-    prefix = ""  # of ids
-    kind = ""  # "object" of a response
-    chunk_kind = ""  # and of an event
+    prefix: ClassVar[str]  # of ids
+    kind: ClassVar[str]  # "object" of a response
+    chunk_kind: ClassVar[str]  # and of an event
 
     def __post_init__(self) -> None:
         self.id = self.prefix + uuid.uuid4().hex
@@ -37,12 +42,12 @@ class Reply(ABC):
         self._finished: dict[int, RequestOutput] = {}  # by index of the prompt
 
     @abstractmethod
-    def choice(self, delta: Delta) -> dict[str, Any]:
-        """A whole choice, which is a delta from nothing to its end."""
+    def said(self, delta: Delta, *, whole: bool) -> dict[str, Any]:
+        """The text of a delta, under its name: of a whole choice, or of a part of one."""
 
     @abstractmethod
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        """What an event says of a choice."""
+    def logprobs(self, delta: Delta, top: int) -> dict[str, Any]:
+        """Of a delta's tokens, with that many most likely ones at each position."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response in one piece.
@@ -53,7 +58,7 @@ class Reply(ABC):
         choices = []
         for i, output in enumerate(outputs):
             self._finish(i, output)
-            choices += [self.choice(delta) for delta in self._deltas.take(i, output)]
+            choices += [self._choice(delta, whole=True) for delta in self._deltas.take(i, output)]
         envelope = self._envelope(self.kind, choices)
         return {**envelope, "usage": usage(outputs), "timings": timings(outputs)}
 
@@ -65,9 +70,8 @@ class Reply(ABC):
         """
         if output.finished:
             self._finish(prompt_index, output)
-        chunks = [
-            self._envelope(self.chunk_kind, [self.chunk(delta)]) for delta in self._deltas.take(prompt_index, output)
-        ]
+        deltas = self._deltas.take(prompt_index, output)
+        chunks = [self._envelope(self.chunk_kind, [self._choice(delta, whole=False)]) for delta in deltas]
         if chunks and len(self._finished) == num_prompts:
             chunks[-1]["timings"] = timings(list(self._finished.values()))
         if self.include_usage:
@@ -79,6 +83,22 @@ class Reply(ABC):
         """The last one, where it is asked for."""
         outputs = list(self._finished.values())
         return event({**self._envelope(self.chunk_kind, []), "usage": usage(outputs), "timings": timings(outputs)})
+
+    def _choice(self, delta: Delta, *, whole: bool) -> dict[str, Any]:
+        choice = {
+            "index": delta.index,
+            **self.said(delta, whole=whole),
+            "logprobs": None if self.num_logprobs is None else self.logprobs(delta, self.num_logprobs),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self.num_prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(delta.output.prompt_logprobs or [], self.num_prompt_logprobs)
+        if self.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if delta.is_first:
+                choice["prompt_token_ids"] = delta.output.prompt_token_ids
+        return choice
 
     def _finish(self, prompt_index: int, output: RequestOutput) -> None:
         if output.error is not None:
