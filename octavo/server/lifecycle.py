@@ -76,8 +76,7 @@ async def serve(config: EngineConfig, options: ServerOptions, *, on_ready: OnRea
         async with await AsyncLLMEngine.start(config, max_waiting=options.max_waiting) as engine:
             with closing(ChatRenderer(engine.tokenizer, options.chat_template)) as renderer:
                 context = Context(engine, renderer, options.model_names or (config.model,), options.api_key)
-                server = _Server(_uvicorn_config(make_app(context)))
-                server.on_started = lambda: on_ready(_url(listener), engine)
+                server = _Server(make_app(context), on_started=lambda: on_ready(_url(listener), engine))
                 return await _run(server, listener, context, options.drain_seconds)
 
 
@@ -163,28 +162,31 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-    )
-
-
 class _Server(uvicorn.Server):
-    """uvicorn, with the signals left to us and a word when it listens."""
+    """uvicorn, with the signals left to us, and a word when it listens."""
 
-    on_started: Callable[[], None]
+    def __init__(self, app: FastAPI, on_started: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            )
+        )
+        self._on_started = on_started
 
     def capture_signals(self) -> nullcontext[None]:  # type: ignore[override]
         return nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.on_started()
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # another one was bound to the address too, and was the first to listen
+            raise ConfigError(f"cannot listen ({error}); choose another address with --host and --port") from error
+        self._on_started()

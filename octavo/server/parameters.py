@@ -42,12 +42,6 @@ _NOT_YET: dict[str, tuple[object, ...]] = {
 }
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    include_usage: bool | None = None
-
-
 class GenerationRequest(BaseModel):
     """The body of a request for text, as far as the endpoints have it in common.
 
@@ -61,7 +55,7 @@ class GenerationRequest(BaseModel):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     # OpenAI's
     n: SkipValidation[int | None] = None
     temperature: SkipValidation[float | None] = None
@@ -91,7 +85,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        return bool((self.stream_options or {}).get("include_usage"))
 
     def sampling_params(self, **own: Any) -> SamplingParams:
         """
@@ -119,12 +113,21 @@ class GenerationRequest(BaseModel):
         unknown = [name for name in extra if name not in _WITHOUT_EFFECT and name not in self.not_yet]
         if unknown:
             log_event("unknown_fields", {"names": ",".join(name[:64] for name in unknown[:_MOST_LOGGED])})
-        if self.stream_options is not None and not self.stream:
+        self._check_stream_options()
+        if self.stream:
+            self._check_stream()
+
+    def _check_stream_options(self) -> None:
+        if self.stream_options is None:
+            return
+        wanted = self.stream_options.get("include_usage")
+        if wanted is not None and not isinstance(wanted, bool):
+            message = f"stream_options: include_usage={shown(wanted)}: expected true or false"
+            raise APIError(400, message, param="stream_options")
+        if not self.stream:
             raise APIError(
                 400, "stream_options is for streams: set stream to true, or leave it out", param="stream_options"
             )
-        if self.stream:
-            self._check_stream()
 
     def _check_stream(self) -> None:
         if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):

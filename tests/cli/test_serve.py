@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Served:
     """A process of `octavo serve`."""
 
-    def __init__(self, model: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "octavo", "serve", str(model), "--port", "0", "--num-threads", "1", *flags]
+    def __init__(self, model: Path, *flags: str, script: str | None = None) -> None:
+        program = ["-m", "octavo"] if script is None else ["-c", script]
+        command = [sys.executable, *program, "serve", str(model), "--port", "0", "--num-threads", "1", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.url = self.line(60)
 
@@ -60,7 +62,10 @@ class Served:
 
     def engines(self) -> list[int]:
         """Children of the process."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        try:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return []
         return [int(pid) for pid in children.split()]
 
     def end(self, seconds: float = 30) -> tuple[int, str, str]:
@@ -150,6 +155,37 @@ def test_a_killed_engine_is_a_pause(model: Path) -> None:
         assert text == expected
         health = httpx.get(served.url + "/health").json()
         assert (health["status"], health["num_restarts"]) == ("ok", 1)
+
+
+IMPATIENT = """
+import sys
+from octavo.cli.main import main
+from octavo.engine.async_llm_engine import AsyncLLMEngine
+from octavo.engine.supervisor import SupervisorOptions
+start = AsyncLLMEngine.start
+options = SupervisorOptions(max_failures=3, restart_delay=0.1)
+AsyncLLMEngine.start = lambda config, **named: start(config, options=options, **named)
+sys.exit(main())
+"""
+
+
+def test_an_engine_that_cannot_be_kept_up(model: Path) -> None:
+    """Its requests are told, and the process ends with an error."""
+    with Served(model, script=IMPATIENT) as served:
+        lines = served.start_stream(60_000)
+        deadline = time.monotonic() + 30
+        while served.process.poll() is None:
+            assert time.monotonic() < deadline
+            for engine in served.engines():
+                with suppress(ProcessLookupError):
+                    os.kill(engine, signal.SIGKILL)
+            time.sleep(0.01)
+        *_, failure, done = list(lines)
+        assert "the engine died 3 times in a row" in json.loads(failure.removeprefix("data: "))["error"]["message"]
+        assert done == "data: [DONE]"
+        code, _, err = served.end()
+        assert code == 1
+        assert "Traceback" not in err
 
 
 def test_a_template_from_a_file(model: Path, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     ("prompt_logprobs", 21, "prompt_logprobs=21: input should be less than or equal to 20"),
     ("stream", "yes", "stream='yes': input should be a valid boolean"),
     ("stream_options", 5, "stream_options=5: "),
+    ("stream_options", {"include_usage": 1}, "stream_options: include_usage=1: expected true or false"),
     ("stream_options", {"include_usage": True}, "stream_options is for streams: set stream to true"),
     ("priority", "high", "priority='high': input should be a valid integer"),
     ("priority", 2**31, "priority=2147483648: input should be less than 2147483648"),
