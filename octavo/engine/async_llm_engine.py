@@ -66,7 +66,7 @@ class AsyncLLMEngine:
         Args:
             max_waiting: so many sequences may be unfinished beyond the `max_num_seqs` that run at once.
             hang_timeout: seconds without a sign of progress after which the engine process is killed and started anew.
-            options: of the supervisor; its `hang_timeout` gives way to the one above.
+            options: of the supervisor, that hardly anybody needs.
 
         Raises:
             ModelError: the model cannot be found, read or understood.
@@ -75,13 +75,18 @@ class AsyncLLMEngine:
         """
         dispatcher = Dispatcher(config.max_num_seqs + max_waiting)
         reading = asyncio.create_task(asyncio.to_thread(_Model.read, config))
-        options = replace(options or SupervisorOptions(), hang_timeout=hang_timeout)
 
         async def first_message() -> wire.Start:
             model = await asyncio.shield(reading)
             return wire.Start(replace(config, model=model.path), model.vocab_size, log_level())
 
-        supervisor = Supervisor(dispatcher, first_message, config.max_num_seqs, options)
+        supervisor = Supervisor(
+            dispatcher,
+            first_message,
+            max_num_seqs=config.max_num_seqs,
+            hang_timeout=hang_timeout,
+            options=options or SupervisorOptions(),
+        )
         try:
             model = await reading
             dispatcher.begin(model.tokenizer, supervisor)

@@ -22,29 +22,31 @@ class Progress:
         self._step_timeout = step_timeout
         now = time.monotonic()
         self._sign = now  # when there was one
-        self._step = now  # when a message came or a step was done
+        self._step_begun = now  # at the latest; if there is one
         self._looked = now
         self._num_steps = 0
         self._vitals = Vitals("R", 0, 0.0)
         self.verdict: str | None = None  # why it was to be killed
 
     def heard(self) -> None:
-        self._sign = self._step = time.monotonic()
+        """A message came."""
+        self._sign = time.monotonic()
 
-    def look(self, vitals: Vitals, num_steps: int, *, idle: bool) -> bool:
+    def look(self, vitals: Vitals, num_steps: int, *, in_step: bool, idle: bool) -> bool:
         """Takes in how the process is; whether it hangs."""
         now = time.monotonic()
+        stepped = num_steps > self._num_steps
         busy = vitals.cpu_seconds - self._vitals.cpu_seconds > BUSY_SHARE * (now - self._looked)
         reads = vitals.major_faults > self._vitals.major_faults
         held_up = now - self._looked > self._hang_timeout / 2  # this process was: it cannot tell
-        if num_steps > self._num_steps or (idle and not vitals.stopped):
-            self.heard()
-        elif busy or reads or held_up:
+        if stepped or busy or reads or held_up or (idle and not vitals.stopped):
             self._sign = now
+        if stepped or not in_step:
+            self._step_begun = now
         self._looked, self._vitals, self._num_steps = now, vitals, num_steps
         if now - self._sign > self._hang_timeout:
             self.verdict = f"it hung: {self.describe()}"
-        elif now - self._step > self._step_timeout:
+        elif now - self._step_begun > self._step_timeout:
             self.verdict = f"it hung: one step has taken more than {self._step_timeout:g} s"
         return self.verdict is not None
 

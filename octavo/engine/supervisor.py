@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -20,12 +21,12 @@ Phase = Literal["loading", "ready", "restarting", "failed", "closed"]
 
 LOOKS = 10  # at the process, per hang_timeout
 MOST_SECONDS_BETWEEN_LOOKS = 1.0
+LASTING = 60.0  # seconds: who was there that long, and ready, has not failed even if there was nothing to do
 LONGEST_DELAY = 30.0  # seconds before another start
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorOptions:
-    hang_timeout: float = 60.0  # seconds without a sign of progress after which the engine is killed
     step_timeout: float = 1800.0  # seconds that one step may take, though the process computes all the time
     max_failures: int = 5  # lives in a row that brought nothing; then the supervisor gives up
     restart_delay: float = 0.25  # seconds before the start that follows such a life; four times as long after each
@@ -83,14 +84,18 @@ class Supervisor:
         self,
         owner: Owner,
         start: Callable[[], Awaitable[wire.Start]],
+        *,
         max_num_seqs: int,
+        hang_timeout: float,
         options: SupervisorOptions,
     ) -> None:
         """
         Args:
+            hang_timeout: seconds without a sign of progress after which an engine is killed.
             start: makes the first message to an engine; called when the process is there, so that it may take its time
                 while that one comes up.
         """
+        self.hang_timeout = hang_timeout
         self.options = options
         self.num_restarts = 0
         self._owner = owner
@@ -99,8 +104,8 @@ class Supervisor:
         self._phase: Phase = "loading"
         self._why = "the engine process is being started"
         self._life: Life | None = None
-        self._progress = Progress(options.hang_timeout, options.step_timeout)
-        self._brought_something = False  # this life has
+        self._progress = Progress(hang_timeout, options.step_timeout)
+        self._worth_it = False  # this life was
         self._last_words: str | None = None  # of this life
         self._first_ready: asyncio.Future[BootReport] = asyncio.get_running_loop().create_future()
         self._first_ready.add_done_callback(lambda future: future.exception())  # perhaps nobody waits for it any more
@@ -161,7 +166,7 @@ class Supervisor:
                 raise OctavoError(f"the engine process ended as it loaded the model: {death.reason}")
             self._first_ready.result()
             explained = self._owner.engine_died(death)
-            failures = 0 if self._brought_something or explained else failures + 1
+            failures = 0 if self._worth_it or explained else failures + 1
             if failures >= self.options.max_failures:
                 raise OctavoError(
                     f"the engine died {failures} times in a row without having done anything, the last time: "
@@ -187,8 +192,8 @@ class Supervisor:
 
     async def _live(self) -> Death:
         """One life, from its start to its end."""
-        self._brought_something, self._last_words = False, None
-        self._progress = Progress(self.options.hang_timeout, self.options.step_timeout)
+        self._worth_it, self._last_words = False, None
+        self._progress = Progress(self.hang_timeout, self.options.step_timeout)
         try:
             life = self._life = Life(self.options.module, self._max_num_seqs)
         except OSError as error:  # no memory, no more processes: that may pass
@@ -223,7 +228,7 @@ class Supervisor:
         self._progress.heard()
         match message:
             case wire.Stepped() | wire.Answer():
-                self._brought_something |= isinstance(message, wire.Stepped)
+                self._worth_it |= isinstance(message, wire.Stepped)
                 self._owner.engine_said(message)
             case wire.Loading(share):
                 self._enter("loading", f"the model is being loaded: {share:.0%}")
@@ -240,11 +245,14 @@ class Supervisor:
 
     async def _watch(self, life: Life) -> None:
         """Kills the engine when it hangs."""
-        interval = min(self.options.hang_timeout / LOOKS, MOST_SECONDS_BETWEEN_LOOKS)
+        interval = min(self.hang_timeout / LOOKS, MOST_SECONDS_BETWEEN_LOOKS)
+        start = time.monotonic()
         while True:
             await asyncio.sleep(interval)
+            self._worth_it |= self._phase == "ready" and time.monotonic() - start > LASTING
             idle = self._phase == "ready" and not self._owner.has_work
-            if self._progress.look(life.vitals(), life.recorder.num_steps, idle=idle):
+            recorder = life.recorder
+            if self._progress.look(life.vitals(), recorder.num_steps, in_step=bool(recorder.in_step), idle=idle):
                 life.kill()
 
 

@@ -120,6 +120,22 @@ def test_abort_gives_what_there_is(slow_llama: Path) -> None:
     run(slow_llama, work)
 
 
+def test_an_id_may_be_used_again(slow_llama: Path) -> None:
+    """What is left of the first request of that id does nothing to the second."""
+
+    async def work(engine: AsyncLLMEngine) -> None:
+        (first,) = await engine.submit("one", SHORT, request_ids=["mine"])
+        async with first:
+            await last(first)
+            (second,) = await engine.submit("two", LONG, request_ids=["mine"])
+        first.abort()
+        del first
+        gc.collect()
+        assert len((await last(second)).outputs[0].token_ids) == 200
+
+    run(slow_llama, work)
+
+
 def test_disconnects_leave_nothing(slow_llama: Path) -> None:
     """500 readers go away, each in one of five ways, at any moment."""
 

@@ -161,7 +161,8 @@ def test_poison_is_found_and_the_innocent_finish(
             assert reason in output.error
             if "poison_length" in faults:
                 assert len(output.outputs[0].token_ids) == 27
-        assert engine.health.num_restarts == 2 + count
+        # One more where the last tokens before the first death had not arrived, and so were progress once more.
+        assert 2 + count <= engine.health.num_restarts <= 3 + count
         await until(lambda: engine.health.ready)
         assert (await last((await engine.submit("still here", PARAMS[1]))[0])).error is None
 
@@ -190,10 +191,10 @@ def test_a_step_that_never_ends_is_one_even_if_it_computes(tiny_llama: Path, tmp
         (stream,) = await engine.submit("the fox", SamplingParams(max_tokens=2, ignore_eos=True))
         output = await last(stream)
         assert output.error is not None
-        assert "it hung" in output.error
+        assert "it hung: one step has taken more than 0.5 s" in output.error
         assert engine.health.num_restarts == 3
 
-    run(model, work, options={"step_timeout": 1.0})
+    run(model, work, options={"step_timeout": 0.5}, hang_timeout=3.0)
 
 
 def test_an_idle_engine_is_no_hang_but_a_stopped_one_is(tiny_llama: Path) -> None:

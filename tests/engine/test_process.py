@@ -135,14 +135,15 @@ class TestProgress:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.progress = Progress(10.0, 100.0)
 
-    def look(self, seconds: int, *, state: str = "S", idle: bool = False, **signs: float) -> bool:
+    def look(self, seconds: int, *, state: str = "S", in_step: bool = True, idle: bool = False, **signs: float) -> bool:
         """A look each second, at a process that shows so many signs a second: cpu, faults, steps."""
         for _ in range(seconds):
             self.now += 1.0
             self.cpu += signs.get("cpu", 0.0)
             self.faults += int(signs.get("faults", 0))
             self.steps += int(signs.get("steps", 0))
-            if self.progress.look(Vitals(state, self.faults, self.cpu), self.steps, idle=idle):
+            vital = Vitals(state, self.faults, self.cpu)
+            if self.progress.look(vital, self.steps, in_step=in_step, idle=idle):
                 return True
         return False
 
@@ -164,7 +165,7 @@ class TestProgress:
 
     def test_a_message_is_progress(self) -> None:
         for _ in range(20):
-            assert not self.look(9)
+            assert not self.look(9, in_step=False)
             self.progress.heard()
 
     def test_who_is_stopped_is_not_idle(self) -> None:
@@ -174,6 +175,10 @@ class TestProgress:
         assert not self.look(100, cpu=2.0)
         assert self.look(1, cpu=2.0)
         assert self.progress.verdict == "it hung: one step has taken more than 100 s"
+
+    def test_what_is_no_step_may_take_its_time(self) -> None:
+        """Loading a model."""
+        assert not self.look(1000, in_step=False, cpu=1.0)
 
     def test_who_was_held_up_itself_does_not_judge(self) -> None:
         assert not self.look(1, steps=1)

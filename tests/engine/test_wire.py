@@ -125,6 +125,9 @@ def test_the_other_messages_arrive_as_they_were_sent() -> None:
     scheduler.add(Sequence(3, [1, 2, 3], SamplingParams(), max_length=8))
     scheduler.schedule()
     memory = MemoryPlan(1, 2, 3, (KVGroup(None, (0, 2)), KVGroup(40, (1,))), 16, 5, 6, 0, None, 8, 9)
+    report = BootReport(
+        model="model", family="llama", backend="cpu", load_seconds=0.25, packed_cache="off", memory=memory, note="so"
+    )
     to_engine: list[wire.ToEngine] = [
         wire.Start(EngineConfig("somewhere", num_kv_blocks=4), 320, 30),
         wire.Abort([1, MAX_INTEGER]),
@@ -133,7 +136,7 @@ def test_the_other_messages_arrive_as_they_were_sent() -> None:
     ]
     from_engine: list[wire.FromEngine] = [
         wire.Loading(0.5),
-        wire.Ready(BootReport("model", "llama", "cpu", 0.25, memory, note="so")),
+        wire.Ready(report),
         wire.Refused("ConfigError", "too small"),
         wire.Answer(1, stats=scheduler.stats()),
         wire.Answer(2, kv_snapshot=scheduler.kv_snapshot()),
