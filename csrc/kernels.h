@@ -80,19 +80,33 @@ enum class Codes : std::uint8_t {
 // The sixteen values of IQ4_NL and IQ4_XS, plus 128.
 constexpr std::uint8_t kNonLinear[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
+// What scales and minima are stored as, and how many bytes one takes.
+enum class Scales : std::uint8_t {
+  kHalf,   // half floats, as in files whose blocks are of 32
+  kFloat,
+  kWhole,  // signed bytes, times a half float for each column and super-block of 256 k's: a product that is exact in float32
+};
+constexpr int kSuperChunks = 8;
+
 struct QuantFormat {
   Codes codes = Codes::k8;
   int group = kChunk;        // k's that share a scale: 32 or 16
   int offset = 128;          // of the codes
   bool has_minimum = false;
-  bool half = true;          // scales and minima are half floats, as in the file; else floats
+  Scales scales = Scales::kHalf;
   OCTAVO_INLINE int code_bytes() const {  // of a chunk, as all of these
     constexpr int kBytes[] = {256, 320, 384, 512, 256};
     return kBytes[static_cast<int>(codes)];
   }
   OCTAVO_INLINE int groups() const { return kChunk / group; }
-  OCTAVO_INLINE int scale_bytes() const { return groups() * kPanel * (half ? 2 : 4); }  // minima apart
+  OCTAVO_INLINE int scale_bytes() const {  // minima apart
+    constexpr int kBytes[] = {2, 4, 1};
+    return groups() * kPanel * kBytes[static_cast<int>(scales)];
+  }
   OCTAVO_INLINE int chunk_bytes() const { return code_bytes() + scale_bytes() * (has_minimum ? 2 : 1); }
+  OCTAVO_INLINE int factor_bytes() const { return scales == Scales::kWhole ? kPanel * (has_minimum ? 4 : 2) : 0; }  // of a super-block
+  // From a panel's begin to where chunk `i`, the first of a super-block, has its factors.
+  OCTAVO_INLINE std::int64_t super_offset(int i) const { return std::int64_t{i} * chunk_bytes() + i / kSuperChunks * factor_bytes(); }
   bool operator==(const QuantFormat&) const = default;
 };
 
@@ -102,6 +116,7 @@ struct QuantFormat {
 //   panel p:   chunk 0: codes | scales of 16 columns (groups of 16: of the first, then of the second) | minima likewise, if any
 //              chunk 1: ...
 //
+// With Scales::kWhole a super-block's factors stand before its first chunk: of the scales of 16 columns | of the minima.
 // Panels begin at multiples of 64 bytes. Columns past n have scale and minimum zero.
 struct QuantWeight {
   const std::uint8_t* data = nullptr;  // 64-byte aligned
@@ -109,7 +124,10 @@ struct QuantWeight {
   QuantFormat format;
   OCTAVO_INLINE int panels() const { return (n + kPanel - 1) / kPanel; }
   OCTAVO_INLINE int chunks() const { return (k + kChunk - 1) / kChunk; }
-  OCTAVO_INLINE std::int64_t panel_bytes() const { return (std::int64_t{chunks()} * format.chunk_bytes() + 63) / 64 * 64; }
+  OCTAVO_INLINE std::int64_t panel_bytes() const {
+    const int supers = (chunks() + kSuperChunks - 1) / kSuperChunks;
+    return (std::int64_t{chunks()} * format.chunk_bytes() + supers * format.factor_bytes() + 63) / 64 * 64;
+  }
   OCTAVO_INLINE std::int64_t bytes() const { return panels() * panel_bytes(); }
   OCTAVO_INLINE const std::uint8_t* panel(int p) const { return data + p * panel_bytes(); }
 };

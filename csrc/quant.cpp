@@ -24,24 +24,40 @@ float from_half(std::uint16_t h) {
   return std::bit_cast<float>(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13);
 }
 
-// Scales or minima.
-void put(std::uint8_t* scales, int index, bool half, float value) {
-  if (half) {
-    const std::uint16_t bits = to_half(value);
-    std::memcpy(scales + index * 2, &bits, sizeof bits);
-  } else {
-    std::memcpy(scales + index * 4, &value, sizeof value);
+void put_half(std::uint8_t* halves, int index, float value) {
+  const std::uint16_t bits = to_half(value);
+  std::memcpy(halves + index * 2, &bits, sizeof bits);
+}
+float get_half(const std::uint8_t* halves, int index) {
+  std::uint16_t bits;
+  std::memcpy(&bits, halves + index * 2, sizeof bits);
+  return from_half(bits);
+}
+
+// Scales or minima: `factor` times the whole number `scale`.
+void put(std::uint8_t* scales, int index, Scales type, float factor, std::int8_t scale) {
+  const float value = factor * static_cast<float>(scale);
+  switch (type) {
+    case Scales::kHalf: put_half(scales, index, value); break;
+    case Scales::kFloat: std::memcpy(scales + index * 4, &value, sizeof value); break;
+    case Scales::kWhole: scales[index] = static_cast<std::uint8_t>(scale); break;
   }
 }
-float get(const std::uint8_t* scales, int index, bool half) {
-  if (half) {
-    std::uint16_t bits;
-    std::memcpy(&bits, scales + index * 2, sizeof bits);
-    return from_half(bits);
-  }
+float get(const std::uint8_t* scales, int index, Scales type, const std::uint8_t* factors) {
   float value;
+  switch (type) {
+    case Scales::kHalf: return get_half(scales, index);
+    case Scales::kWhole: return get_half(factors, index % kPanel) * static_cast<float>(static_cast<std::int8_t>(scales[index]));
+    case Scales::kFloat: break;
+  }
   std::memcpy(&value, scales + index * 4, sizeof value);
   return value;
+}
+
+// Where the factors of a chunk's super-block lie in a panel, and the chunk itself.
+std::int64_t factors_at(const QuantFormat& f, int chunk) { return f.super_offset(chunk / kSuperChunks * kSuperChunks); }
+std::int64_t chunk_at(const QuantFormat& f, int chunk) {
+  return factors_at(f, chunk) + f.factor_bytes() + chunk % kSuperChunks * f.chunk_bytes();
 }
 
 constexpr int kQuads = kChunk / 4, kQuadBytes = 4 * kPanel;
@@ -95,18 +111,19 @@ struct ChunkWriter {
   void write(int chunk, const StoredGroup* const (&groups)[kPanel]) const {
     std::uint8_t codes[kPanel][kChunk];
     const QuantFormat& f = w.format;
-    std::uint8_t* place = panel + std::int64_t{chunk} * f.chunk_bytes();
+    std::uint8_t *place = panel + chunk_at(f, chunk), *factors = panel + factors_at(f, chunk);
     std::uint8_t *scales = place + f.code_bytes(), *minima = scales + f.scale_bytes();
+    constexpr StoredGroup kNothing{};
     for (int c = 0; c < kPanel; ++c) {
-      if (groups[c] != nullptr) {
-        std::memcpy(codes[c], groups[c]->codes, kChunk);
-      } else {
-        std::memset(codes[c], 0, kChunk);
-      }
+      const StoredGroup& group = groups[c] != nullptr ? *groups[c] : kNothing;
+      std::memcpy(codes[c], group.codes, kChunk);
       for (int g = 0; g < f.groups(); ++g) {
-        put(scales, g * kPanel + c, f.half, groups[c] != nullptr ? groups[c]->scale[g] : 0.0f);
-        if (f.has_minimum) put(minima, g * kPanel + c, f.half, groups[c] != nullptr ? groups[c]->minimum[g] : 0.0f);
+        put(scales, g * kPanel + c, f.scales, group.scale, group.scales[g]);
+        if (f.has_minimum) put(minima, g * kPanel + c, f.scales, group.minimum, group.minima[g]);
       }
+      if (f.factor_bytes() == 0 || chunk % kSuperChunks != 0) continue;
+      put_half(factors, c, group.scale);
+      if (f.has_minimum) put_half(factors, kPanel + c, group.minimum);
     }
     pack_codes(f, codes, place);
   }
@@ -125,11 +142,12 @@ StoredGroup int8_group(const float* w, int count) {
   StoredGroup group{};
   float most = 0;
   for (int i = 0; i < count; ++i) most = std::fabs(w[i]) <= most ? most : std::fabs(w[i]);  // NaN is kept
-  group.scale[0] = most / 127.0f;
-  const bool usable = std::isfinite(most) && group.scale[0] >= 0x1p-126f;
-  if (std::isfinite(most) && !usable) group.scale[0] = 0;
+  group.scale = most / 127.0f;
+  group.scales[0] = 1;
+  const bool usable = std::isfinite(most) && group.scale >= 0x1p-126f;
+  if (std::isfinite(most) && !usable) group.scale = 0;
   for (int i = 0; i < kChunk; ++i) {
-    const float code = usable && i < count ? (w[i] / group.scale[0] + kToWhole) - kToWhole : 0.0f;
+    const float code = usable && i < count ? (w[i] / group.scale + kToWhole) - kToWhole : 0.0f;
     group.codes[i] = static_cast<std::uint8_t>(128 + static_cast<int>(code));
   }
   return group;
@@ -171,18 +189,19 @@ void pack_int8_panels(const QuantWeight& w, const float* rows, int count, std::u
 
 void unpack_column(const QuantWeight& w, int column, float* out) {
   const QuantFormat& f = w.format;
-  const std::uint8_t* chunk = w.panel(column / kPanel);
+  const std::uint8_t* panel = w.panel(column / kPanel);
   const int c = column % kPanel;
   for (int first = 0; first < w.k; first += f.group) {
     const int group = first % kChunk / f.group, index = group * kPanel + c;
+    const std::uint8_t *chunk = panel + chunk_at(f, first / kChunk), *factors = panel + factors_at(f, first / kChunk);
     const std::uint8_t *scales = chunk + f.code_bytes(), *minima = scales + f.scale_bytes();
-    const float scale = get(scales, index, f.half), minimum = f.has_minimum ? get(minima, index, f.half) : 0.0f;
+    const float scale = get(scales, index, f.scales, factors);
+    const float minimum = f.has_minimum ? get(minima, index, f.scales, factors + 2 * kPanel) : 0.0f;
     const int count = std::min(f.group, w.k - first);
     for (int i = 0; i < count; ++i) {
       const float scaled = static_cast<float>(code_at(f, chunk, c, group * f.group + i) - f.offset) * scale;
       out[first + i] = f.has_minimum ? scaled + minimum : scaled;
     }
-    if (group + 1 == f.groups()) chunk += f.chunk_bytes();
   }
 }
 

@@ -9,7 +9,7 @@
 namespace octavo {
 
 // What `quantization="int8"` makes of any weight: a scale for every 32 k's of a column, and codes within +-127 around 128.
-constexpr QuantFormat kInt8{Codes::k8, kChunk, 128, false, false};
+constexpr QuantFormat kInt8{Codes::k8, kChunk, 128, false, Scales::kFloat};
 
 // Packs `count` rows (columns of the product) of a stored format, side by side, into panels: row i becomes column i % 16 of the
 // panel at `out` + i / 16 * `step` panels. `w` gives format and k; w.data is not read.

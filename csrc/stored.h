@@ -11,11 +11,15 @@
 
 namespace octavo {
 
-// 32 values of a row: (code - offset) * scale + minimum. [1] is of the last 16 where the format has groups of 16.
+// 32 values of a row: (code - offset) * (scale * scales[i]) + minimum * minima[i], where i is 1 for the last 16 values of formats
+// with groups of 16. Scale and minimum are those of the whole block; what it has smaller ones for is whole numbers.
 struct StoredGroup {
   std::uint8_t codes[kChunk];
-  float scale[2];
-  float minimum[2];
+  float scale, minimum;
+  std::int8_t scales[2], minima[2];
+
+  float scale_at(int i) const { return scale * static_cast<float>(scales[i]); }
+  float minimum_at(int i) const { return minimum * static_cast<float>(minima[i]); }
 };
 
 struct StoredFormat {

@@ -91,6 +91,10 @@ OCTAVO_INLINE std::int32_t store_codes(std::int8_t* codes, Ints x) {
 OCTAVO_INLINE Vec load_half(const std::uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+// Sixteen signed bytes.
+OCTAVO_INLINE Ints load_ints(const std::uint8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
 
 }  // namespace
 }  // namespace octavo

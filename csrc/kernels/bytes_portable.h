@@ -133,6 +133,12 @@ OCTAVO_INLINE Vec load_half(const std::uint16_t* p) {
   }
   return load(lanes);
 }
+// Sixteen signed bytes.
+OCTAVO_INLINE Ints load_ints(const std::uint8_t* p) {
+  Ints result;
+  for (int i = 0; i < 16; ++i) result.v[i / 4][i % 4] = static_cast<std::int8_t>(p[i]);
+  return result;
+}
 
 }  // namespace
 }  // namespace octavo

@@ -62,9 +62,11 @@ OCTAVO_INLINE void unpack(const std::uint8_t* chunk, Bytes (&u)[kQuads]) {
   }
 }
 
-OCTAVO_INLINE Vec load_scales(const std::uint8_t* scales, int group, bool half) {
-  return half ? load_half(reinterpret_cast<const std::uint16_t*>(scales) + group * kPanel)
-              : load(reinterpret_cast<const float*>(scales) + group * kPanel);
+// Scales or minima of a chunk's group; `factors` are those of its super-block.
+OCTAVO_INLINE Vec load_scales(const std::uint8_t* scales, int group, Scales type, const std::uint8_t* factors) {
+  if (type == Scales::kHalf) return load_half(reinterpret_cast<const std::uint16_t*>(scales) + group * kPanel);
+  if (type == Scales::kFloat) return load(reinterpret_cast<const float*>(scales) + group * kPanel);
+  return load_half(reinterpret_cast<const std::uint16_t*>(factors)) * to_float(load_ints(scales + group * kPanel));
 }
 
 // The whole numbers of group G of a chunk.
@@ -134,19 +136,24 @@ inline void sum_codes(const QuantMatmul& m, std::int64_t row, int panel, float (
   const std::uint8_t* data = w.panel(panel);
   const std::int64_t stride = m.x.stride;
   const QuantChunk* x = m.x.row(row);
-  const bool half = w.format.half;
-  const int chunks = w.chunks(), bytes = w.format.chunk_bytes();
+  const std::uint8_t* factors = data;
+  const Scales type = w.format.scales;
+  const int chunks = w.chunks(), bytes = w.format.chunk_bytes(), factor_bytes = w.format.factor_bytes();
   const int scales = w.format.code_bytes(), minima = scales + w.format.scale_bytes();
   Vec acc[R];
   for (int r = 0; r < R; ++r) acc[r] = splat(0.0f);
   for (int chunk = 0; chunk < chunks; ++chunk, data += bytes) {
+    if (chunk % kSuperChunks == 0) {
+      factors = data;
+      data += factor_bytes;
+    }
     Bytes u[kQuads];
     unpack<F::kCodes>(data, u);
     Vec scale[F::kGroups], minimum[F::kGroups];
 #pragma GCC unroll 2
     for (int g = 0; g < F::kGroups; ++g) {
-      scale[g] = load_scales(data + scales, g, half);
-      if constexpr (F::kHasMinimum) minimum[g] = load_scales(data + minima, g, half);
+      scale[g] = load_scales(data + scales, g, type, factors);
+      if constexpr (F::kHasMinimum) minimum[g] = load_scales(data + minima, g, type, factors + 2 * kPanel);
     }
     if constexpr (A == Activations::kBfloat16) {
       float values[R * kChunk];

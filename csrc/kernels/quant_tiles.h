@@ -10,7 +10,7 @@
 namespace octavo {
 namespace {
 
-constexpr int kUnpacked = 16;         // chunks
+constexpr int kUnpacked = 16;         // chunks: whole super-blocks
 constexpr std::int64_t kBlock = 128;  // rows
 
 struct UnpackedChunks {
@@ -22,13 +22,19 @@ struct UnpackedChunks {
 template <class F>
 inline void unpack_chunks(const QuantWeight& w, const std::uint8_t* data, int count, UnpackedChunks& out) {
   const int scales = w.format.code_bytes(), minima = scales + w.format.scale_bytes();
+  const std::uint8_t* factors = data;
   for (int chunk = 0; chunk < count; ++chunk, data += w.format.chunk_bytes()) {
+    if (chunk % kSuperChunks == 0) {
+      factors = data;
+      data += w.format.factor_bytes();
+    }
     Bytes u[kQuads];
     unpack<F::kCodes>(data, u);
     for (int q = 0; q < kQuads; ++q) _mm512_store_si512(out.codes[chunk] + q * kQuadBytes, u[q].v);
     for (int g = 0; g < F::kGroups; ++g) {
-      store(out.scale[chunk][g], load_scales(data + scales, g, w.format.half));
-      if constexpr (F::kHasMinimum) store(out.minimum[chunk][g], load_scales(data + minima, g, w.format.half));
+      store(out.scale[chunk][g], load_scales(data + scales, g, w.format.scales, factors));
+      if constexpr (F::kHasMinimum)
+        store(out.minimum[chunk][g], load_scales(data + minima, g, w.format.scales, factors + 2 * kPanel));
     }
   }
 }
@@ -93,7 +99,7 @@ inline void quant_blocks(const QuantMatmul& m, std::int64_t begin, std::int64_t 
       for (int p = 0; p < 1 + pair; ++p) {
         for (int chunk = 0; chunk < chunks; chunk += kUnpacked) {
           const int count = chunks - chunk < kUnpacked ? chunks - chunk : kUnpacked;
-          unpack_chunks<F>(m.w, m.w.panel(panel + p) + std::int64_t{chunk} * m.w.format.chunk_bytes(), count, w);
+          unpack_chunks<F>(m.w, m.w.panel(panel + p) + m.w.format.super_offset(chunk), count, w);
           for (std::int64_t row = block; row < block_end; row += rows)
             add_tiles<F, A>(w, count, m.x.row(row) + chunk * chunks_each(A), m.x.stride, rows, sums + (row - block) / kSumRows, p);
         }

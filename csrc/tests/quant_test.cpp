@@ -46,8 +46,8 @@ Weight stored(Random& random, const StoredFormat& format, int n, int k) {
         for (const std::uint8_t code : groups[g].codes)
           own.whole.push_back((format.quant.codes == Codes::kTable ? kNonLinear[code] : code) - format.quant.offset);
         for (int half = 0; half < format.quant.groups(); ++half) {
-          own.scale.push_back(groups[g].scale[half]);
-          own.minimum.push_back(own.has_minimum ? groups[g].minimum[half] : 0.0f);
+          own.scale.push_back(groups[g].scale_at(half));
+          own.minimum.push_back(own.has_minimum ? groups[g].minimum_at(half) : 0.0f);
         }
       }
     }

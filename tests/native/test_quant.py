@@ -68,11 +68,11 @@ def test_gate_and_up_take_turns() -> None:
 
 
 def test_a_file_width_is_kept() -> None:
-    """Bits per weight: those of the file for blocks of 32; super-blocks' small scales are multiplied out to floats."""
+    """Bits per weight: those of the file, but that super-blocks' small scales take whole bytes; and Q2_K, Q3_K nibbles."""
     found = {format: quant.packed_bytes(format, 64, 1024) * 8 / (64 * 1024) for format in FORMATS}
     assert found == {
         "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5, "IQ4_NL": 4.5,
-        "Q2_K": 8.0, "Q3_K": 6.0, "Q4_K": 6.0, "Q5_K": 7.0, "Q6_K": 8.0, "IQ4_XS": 5.0,
+        "Q2_K": 5.125, "Q3_K": 4.5625, "Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.5625, "IQ4_XS": 4.3125,
     }  # fmt: skip
 
 
