@@ -109,6 +109,7 @@ async def create_chat_completion(request: Request, context: ContextOf) -> Respon
     )
     reply = ChatReply(
         model=context.model_names[0],
+        num_prompts=1,
         include_usage=body.include_usage,
         return_token_ids=bool(body.return_token_ids),
         tokenizer=context.engine.tokenizer,

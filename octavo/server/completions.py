@@ -97,8 +97,10 @@ async def create_completion(request: Request, context: ContextOf) -> Response:
     context.check_model(body.model)
     body.check()
     params = body.sampling_params(logprobs=body.logprobs, prompt_logprobs=_prompt_logprobs(body))
+    prompts = body.prompts()
     reply = CompletionReply(
         model=context.model_names[0],
+        num_prompts=len(prompts),
         include_usage=body.include_usage,
         return_token_ids=bool(body.return_token_ids),
         tokenizer=context.engine.tokenizer,
@@ -107,7 +109,7 @@ async def create_completion(request: Request, context: ContextOf) -> Response:
         num_prompt_logprobs=body.prompt_logprobs,
         skip_special_tokens=params.skip_special_tokens,
     )
-    return await respond(request, reply, body.prompts(), params, priority=body.priority, stream=body.stream)
+    return await respond(request, reply, prompts, params, priority=body.priority, stream=body.stream)
 
 
 def _prompt_logprobs(body: CompletionRequest) -> int | None:

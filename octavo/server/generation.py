@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +17,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.context import context_of
 from octavo.server.errors import api_error
 from octavo.server.replies import Reply
-from octavo.server.streaming import DONE, EventStream, event, merge, while_connected
+from octavo.server.streaming import DONE, Delta, EventStream, event, merge, while_connected
 
 
 async def respond(
@@ -42,15 +42,39 @@ async def respond(
     async def submit() -> list[RequestStream]:
         return await engine.submit(prompts, params, priority=priority or 0, request_ids=ids)
 
-    async def complete() -> list[RequestOutput]:
-        async with aclosing(_outputs(await submit())) as items:
-            last = {i: output async for i, output in items}
-        return [last[i] for i in range(len(prompts))]
+    async def complete() -> bytes:
+        return await _whole(await submit(), reply)
 
     if stream:
         return EventStream(_events(await submit(), reply), headers)
-    body = reply.whole(await while_connected(request.receive, complete()))
-    return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)
+    body = await while_connected(request.receive, complete())
+    return Response(body, media_type="application/json", headers=headers)
+
+
+async def _whole(streams: Sequence[RequestStream], reply: Reply) -> bytes:
+    async with aclosing(_outputs(streams)) as items:
+        last = {i: output async for i, output in items}
+    deltas = [delta for i in range(len(streams)) for delta in reply.take(i, last[i])]
+    return await _tell(reply, reply.whole, deltas)
+
+
+async def _events(streams: Sequence[RequestStream], reply: Reply) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(_outputs(streams)) as items:
+            async for i, output in items:
+                deltas = reply.take(i, output)
+                if deltas:
+                    yield await _tell(reply, reply.events, deltas)
+    except OctavoError as error:  # the status line has long been sent
+        yield event(api_error(error).body()) + DONE
+        return
+    yield (reply.usage_event() if reply.include_usage else b"") + DONE
+
+
+async def _tell(reply: Reply, how: Callable[[Sequence[Delta]], bytes], deltas: Sequence[Delta]) -> bytes:
+    """The bytes of deltas. Thousands of logprobs, which come at once to whoever has read slowly, are told in a thread:
+    nobody else waits for them."""
+    return await asyncio.to_thread(how, deltas) if reply.is_long(deltas) else how(deltas)
 
 
 async def _outputs(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -61,16 +85,3 @@ async def _outputs(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int
         async with aclosing(merge(streams)) as items:
             async for item in items:
                 yield item
-
-
-async def _events(streams: Sequence[RequestStream], reply: Reply) -> AsyncGenerator[bytes, None]:
-    try:
-        async with aclosing(_outputs(streams)) as items:
-            async for i, output in items:
-                data = reply.events(i, output, len(streams))
-                if data:
-                    yield data
-    except OctavoError as error:  # the status line has long been sent
-        yield event(api_error(error).body()) + DONE
-        return
-    yield (reply.usage_event() if reply.include_usage else b"") + DONE

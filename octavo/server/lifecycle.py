@@ -89,8 +89,7 @@ async def _run(server: _Server, listener: socket.socket, context: Context, drain
             await asyncio.wait((serving, lost, stopped), return_when=asyncio.FIRST_COMPLETED)
             code = await _drain(context, lost, signals, drain_seconds) if stopped.done() else 1
             await context.engine.close()  # what is not finished ends here, and its clients are told
-            server.config.timeout_graceful_shutdown = 0 if code else LAST_BYTES_SECONDS
-            server.should_exit = True
+            server.end(0 if code else LAST_BYTES_SECONDS)
             await serving
             return code
         finally:
@@ -180,6 +179,15 @@ class _Server(uvicorn.Server):
             )
         )
         self._on_started = on_started
+
+    def end(self, seconds: float) -> None:
+        """Stops listening; connections on which something is still to be sent are cut after that many seconds."""
+        self.should_exit = True
+        asyncio.get_running_loop().call_later(seconds, self._cut)
+
+    def _cut(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def capture_signals(self) -> nullcontext[None]:  # type: ignore[override]
         return nullcontext()

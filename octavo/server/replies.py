@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import msgspec
+
+from octavo.metrics import log_event
 from octavo.outputs import RequestOutput, combined_metrics
 from octavo.server.errors import APIError
 from octavo.server.logprobs import prompt_logprobs
@@ -17,6 +20,7 @@ from octavo.tokenizer import Tokenizer
 from octavo.version import VERSION
 
 FINGERPRINT = f"octavo-{VERSION}"
+LONG = 256  # tokens: their logprobs take some 10 ms to tell
 
 
 @dataclass(kw_only=True)
@@ -24,6 +28,7 @@ class Reply(ABC):
     """How the outputs of one HTTP request are told. A subclass knows what a choice looks like at its endpoint."""
 
     model: str
+    num_prompts: int
     tokenizer: Tokenizer
     include_usage: bool
     return_token_ids: bool
@@ -49,31 +54,39 @@ class Reply(ABC):
     def logprobs(self, delta: Delta, top: int) -> dict[str, Any]:
         """Of a delta's tokens, with that many most likely ones at each position."""
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response in one piece.
+    def take(self, prompt_index: int, output: RequestOutput) -> list[Delta]:
+        """What an output has more than the one before it, copied: the output itself grows on.
 
         Raises:
             APIError: 500, a choice could not be computed.
         """
-        choices = []
-        for i, output in enumerate(outputs):
-            self._finish(i, output)
-            choices += [self._choice(delta, whole=True) for delta in self._deltas.take(i, output)]
-        envelope = self._envelope(self.kind, choices)
-        return {**envelope, "usage": usage(outputs), "timings": timings(outputs)}
-
-    def events(self, prompt_index: int, output: RequestOutput, num_prompts: int) -> bytes:
-        """What an output adds to the stream; empty when that is nothing.
-
-        Raises:
-            APIError: as for `whole`.
-        """
+        if output.error is not None:
+            raise APIError(500, output.error)
         if output.finished:
-            self._finish(prompt_index, output)
-        deltas = self._deltas.take(prompt_index, output)
+            self._finished[prompt_index] = output
+        return list(self._deltas.take(prompt_index, output))
+
+    def is_long(self, deltas: Sequence[Delta]) -> bool:
+        """Whether telling these takes so long that others would notice."""
+        tokens = 0 if self.num_logprobs is None else sum(len(delta.token_ids) for delta in deltas)
+        if self.num_logprobs is not None or self.num_prompt_logprobs is not None:
+            tokens += sum(len(delta.output.prompt_logprobs or ()) for delta in deltas if delta.is_first)
+        return tokens > LONG
+
+    def whole(self, deltas: Sequence[Delta]) -> bytes:
+        """The response in one piece."""
+        outputs = self._outputs()
+        self._log(outputs)
+        body = self._envelope(self.kind, [self._choice(delta, whole=True) for delta in deltas])
+        return msgspec.json.encode({**body, "usage": usage(outputs), "timings": timings(outputs)})
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        """What deltas add to the stream."""
         chunks = [self._envelope(self.chunk_kind, [self._choice(delta, whole=False)]) for delta in deltas]
-        if chunks and len(self._finished) == num_prompts:
-            chunks[-1]["timings"] = timings(list(self._finished.values()))
+        if chunks and len(self._finished) == self.num_prompts:
+            outputs = self._outputs()
+            self._log(outputs)
+            chunks[-1]["timings"] = timings(outputs)
         if self.include_usage:
             for chunk in chunks:
                 chunk["usage"] = None
@@ -81,7 +94,7 @@ class Reply(ABC):
 
     def usage_event(self) -> bytes:
         """The last one, where it is asked for."""
-        outputs = list(self._finished.values())
+        outputs = self._outputs()
         return event({**self._envelope(self.chunk_kind, []), "usage": usage(outputs), "timings": timings(outputs)})
 
     def _choice(self, delta: Delta, *, whole: bool) -> dict[str, Any]:
@@ -100,10 +113,13 @@ class Reply(ABC):
                 choice["prompt_token_ids"] = delta.output.prompt_token_ids
         return choice
 
-    def _finish(self, prompt_index: int, output: RequestOutput) -> None:
-        if output.error is not None:
-            raise APIError(500, output.error)
-        self._finished[prompt_index] = output
+    def _outputs(self) -> list[RequestOutput]:
+        return [self._finished[i] for i in sorted(self._finished)]
+
+    def _log(self, outputs: Sequence[RequestOutput]) -> None:
+        tokens = usage(outputs)
+        cached = tokens.pop("prompt_tokens_details")["cached_tokens"]
+        log_event("request_finished", {"id": self.id, **tokens, "cached_tokens": cached, **timings(outputs)})
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -109,13 +109,18 @@ def test_the_url_and_a_polite_end(model: Path) -> None:
 
 
 def test_the_deadline_of_a_drain(model: Path) -> None:
-    with Served(model, "--drain-seconds", "0.3", "--quiet") as served:
+    with Served(model, "--drain-seconds", "0.3", "--quiet", "--verbose") as served:
         lines = served.start_stream(60_000)
         served.process.send_signal(signal.SIGTERM)
         *_, last, done = list(lines)
         assert (reason(last), done) == ("abort", "data: [DONE]")
         code, _, err = served.end()
-        assert (code, err) == (0, "")
+        assert code == 0
+        events = re.findall(r"INFO event=(\w+)", err)
+        assert [event for event in events if event in ("draining", "request_finished")] == [
+            "draining",
+            "request_finished",
+        ]
 
 
 def test_a_second_signal_stops_at_once(model: Path) -> None:
@@ -131,6 +136,23 @@ def test_a_second_signal_stops_at_once(model: Path) -> None:
         assert "Traceback" not in err
         list(lines)
         assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
+
+
+def test_a_client_that_does_not_read_cannot_hold_up_the_end(model: Path) -> None:
+    """More is sent to it than all buffers on the way can hold."""
+    with Served(model) as served, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(served.url.rpartition(":")[2])))
+        body = json.dumps({**LONG, "n": 16, "max_tokens": 60_000, "logprobs": 20}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+        time.sleep(1.5)
+        for _ in range(2):
+            served.process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        code, _, err = served.end(10)
+        assert code == 1
+        assert "Traceback" not in err
 
 
 def test_a_killed_server_leaves_no_engine(model: Path) -> None:
