@@ -28,6 +28,7 @@ _BOOT = (
     "import sys; _, module, address, parent, recorder, *sys.path = sys.argv; "
     "from importlib import import_module; import_module(module).main(address, int(parent), int(recorder))"
 )
+SECONDS_BETWEEN_POLLS = 0.05
 _LONGEST_ADDRESS = 107  # bytes of a Unix socket's path
 _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 
@@ -112,16 +113,8 @@ class Life:
 
     async def ended(self) -> str:
         """Waits for the process to end; how it did."""
-        if self._process.poll() is None:
-            loop = asyncio.get_running_loop()
-            over: asyncio.Future[None] = loop.create_future()
-            pidfd = os.pidfd_open(self.pid)
-            try:
-                loop.add_reader(pidfd, _resolve, over)
-                await over
-            finally:
-                loop.remove_reader(pidfd)
-                os.close(pidfd)
+        while self._process.poll() is None:
+            await _exit_of(self.pid)
         code = self._process.wait()
         return f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
@@ -130,7 +123,8 @@ class Life:
         self._process.kill()
 
     def close(self) -> None:
-        """Gives everything back, once the process has ended."""
+        """Gives everything back; the process has ended, or has been killed."""
+        self._process.wait()
         self._context.destroy(linger=0)
         self.recorder.close()
         self._remove_directory()
@@ -141,9 +135,21 @@ class Life:
             self._directory = None
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+async def _exit_of(pid: int) -> None:
+    """Returns when the child has ended; or now and then, where the kernel cannot tell (before Linux 5.3, sandboxes)."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        await asyncio.sleep(SECONDS_BETWEEN_POLLS)
+        return
+    loop = asyncio.get_running_loop()
+    over = asyncio.Event()
+    try:
+        loop.add_reader(pidfd, over.set)
+        await over.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
 
 
 def log_level() -> int:

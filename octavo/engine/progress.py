@@ -12,8 +12,9 @@ BUSY_SHARE = 0.05  # of one core: a process that takes less than that does not c
 class Progress:
     """Whether an engine gets on.
 
-    Signs of that: a message, a finished step, or that the process computes (a long prefill) or reads from a disk. A
-    process that is stopped, or waits for what never comes, shows none of them; one that has nothing to do need not.
+    Signs of that: a message, a finished step, or that the process computes (a long prefill) or waits for a disk (which
+    no signal could end). A process that is stopped, or waits for what never comes, shows none of them; one that has
+    nothing to do need not.
     """
 
     def __init__(self, hang_timeout: float, step_timeout: float) -> None:
@@ -37,7 +38,7 @@ class Progress:
         now = time.monotonic()
         stepped = num_steps > self._num_steps
         busy = vitals.cpu_seconds - self._vitals.cpu_seconds > BUSY_SHARE * (now - self._looked)
-        reads = vitals.major_faults > self._vitals.major_faults
+        reads = vitals.state == "D" or vitals.major_faults > self._vitals.major_faults
         held_up = now - self._looked > self._hang_timeout / 2  # this process was: it cannot tell
         if stepped or busy or reads or held_up or (idle and not vitals.stopped):
             self._sign = now

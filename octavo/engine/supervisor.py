@@ -154,7 +154,8 @@ class Supervisor:
     # Inside
 
     def _enter(self, phase: Phase, why: str) -> None:
-        self._phase, self._why = phase, why
+        if self._phase != "closed":
+            self._phase, self._why = phase, why
 
     async def _run(self) -> None:
         failures = 0
@@ -210,10 +211,12 @@ class Supervisor:
             return Death(self._progress.verdict or self._last_words or ended.result(), life.recorder.in_step)
         finally:
             life.kill()
-            await _cancel(helpers)
-            await ended
-            life.close()
-            self._life = None
+            try:
+                await _cancel(helpers)
+                await ended
+            finally:  # even if this task is cancelled meanwhile
+                life.close()
+                self._life = None
 
     async def _listen(self, life: Life) -> None:
         start = await self._start()

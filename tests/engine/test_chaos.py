@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -86,13 +87,12 @@ def test_kills_and_stops_under_many_streams(tiny_llama: Path, tmp_path: Path) ->
         assert engine.health.num_restarts == 10
         assert [answer(output) for output in outputs] == expected
         for output in outputs:
-            assert output.metrics.prefill_time < 2  # of the first life; what came after is decoding
-            assert output.metrics.decode_time > 2
+            assert output.metrics.decode_time > 2 > output.metrics.prefill_time  # of the first life alone
         watcher.cancel()
         with pytest.raises(asyncio.CancelledError):
             await watcher
 
-    run(model, work, hang_timeout=0.6)
+    run(model, work, hang_timeout=0.8)
 
 
 def test_a_death_in_the_middle_of_prompts(tiny_llama: Path, tmp_path: Path) -> None:
@@ -113,6 +113,23 @@ def test_a_death_in_the_middle_of_prompts(tiny_llama: Path, tmp_path: Path) -> N
         assert engine.health.num_restarts == 1
 
     run(model, work, max_num_batched_tokens=32)
+
+
+def test_a_kernel_that_does_not_tell_is_asked(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_here(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "no such system call")
+
+    monkeypatch.setattr(os, "pidfd_open", not_here)
+    expected = undisturbed(tiny_llama, PROMPTS[:2], PARAMS[:2])
+
+    async def work(engine: AsyncLLMEngine) -> None:
+        assert engine.health.pid is not None
+        os.kill(engine.health.pid, signal.SIGKILL)
+        streams = await engine.submit(PROMPTS[:2], PARAMS[:2])
+        assert [answer(await last(stream)) for stream in streams] == expected
+        assert engine.health.num_restarts == 1
+
+    run(tiny_llama, work)
 
 
 def test_requests_that_come_while_there_is_no_engine_wait(tiny_llama: Path) -> None:
@@ -160,17 +177,17 @@ def test_poison_is_found_and_the_innocent_finish(
             assert output.error.startswith("the engine died whenever it computed this request")
             assert reason in output.error
             if "poison_length" in faults:
-                assert len(output.outputs[0].token_ids) == 27
+                assert 20 < len(output.outputs[0].token_ids) <= 27  # the last may be lost with each engine
         # One more where the last tokens before the first death had not arrived, and so were progress once more.
         assert 2 + count <= engine.health.num_restarts <= 3 + count
         await until(lambda: engine.health.ready)
         assert (await last((await engine.submit("still here", PARAMS[1]))[0])).error is None
 
-    run(model, work, hang_timeout=0.5)
+    run(model, work, hang_timeout=0.8)
 
 
 def test_a_long_step_is_no_hang(tiny_llama: Path, tmp_path: Path) -> None:
-    model = faulty(tiny_llama, tmp_path / "model", burn_seconds=1.2)
+    model = faulty(tiny_llama, tmp_path / "model", burn_seconds=1.5)
 
     async def work(engine: AsyncLLMEngine) -> None:
         (stream,) = await engine.submit("the fox", SamplingParams(max_tokens=2, ignore_eos=True))
@@ -181,7 +198,7 @@ def test_a_long_step_is_no_hang(tiny_llama: Path, tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
         assert engine.health.num_restarts == 0
 
-    run(model, work, hang_timeout=0.4)
+    run(model, work, hang_timeout=0.7)
 
 
 def test_a_step_that_never_ends_is_one_even_if_it_computes(tiny_llama: Path, tmp_path: Path) -> None:
@@ -200,7 +217,7 @@ def test_a_step_that_never_ends_is_one_even_if_it_computes(tiny_llama: Path, tmp
 def test_an_idle_engine_is_no_hang_but_a_stopped_one_is(tiny_llama: Path) -> None:
     async def work(engine: AsyncLLMEngine) -> None:
         pid = engine.health.pid
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.5)
         assert (engine.health.pid, engine.health.ready) == (pid, True)
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -208,7 +225,7 @@ def test_an_idle_engine_is_no_hang_but_a_stopped_one_is(tiny_llama: Path) -> Non
         assert (engine.health.ready, engine.health.reason) == (False, "the engine process is stopped")
         await until(lambda: engine.health.ready and engine.health.pid != pid)
 
-    run(tiny_llama, work, hang_timeout=0.4)
+    run(tiny_llama, work, hang_timeout=0.7)
 
 
 def test_an_engine_that_cannot_be_kept_up_is_given_up(tiny_llama: Path, tmp_path: Path) -> None:

@@ -168,6 +168,9 @@ class TestProgress:
             assert not self.look(9, in_step=False)
             self.progress.heard()
 
+    def test_waiting_for_a_disk_is_no_hang(self) -> None:
+        assert not self.look(90, state="D")
+
     def test_who_is_stopped_is_not_idle(self) -> None:
         assert self.look(11, state="T", idle=True)
 

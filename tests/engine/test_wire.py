@@ -97,7 +97,7 @@ outputs = st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(requests, max_size=3))
 def test_requests_arrive_as_they_were_sent(sequences: list[SequenceRequest]) -> None:
     message = wire.Add(sequences)
@@ -106,7 +106,7 @@ def test_requests_arrive_as_they_were_sent(sequences: list[SequenceRequest]) -> 
     assert repr(arrived) == repr(message)  # 1 == 1.0 == True, and -0.0 == 0.0
 
 
-@settings(max_examples=200)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(outputs, max_size=3))
 def test_outputs_arrive_as_they_were_sent(updates: list[SequenceOutput]) -> None:
     message = wire.Stepped(updates)
