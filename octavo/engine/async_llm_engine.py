@@ -25,7 +25,7 @@ from octavo.tokenizer import Tokenizer, load_tokenizer
 from octavo.weights import open_checkpoint, resolve_model
 from octavo.worker import BootReport
 
-LONG_PROMPT = 4096  # characters or tokens; from here on a prompt is tokenised and checked in a thread
+LONG_PROMPT = 4096  # characters or tokens; from here on prompts are tokenised and checked in a thread
 
 
 class AsyncLLMEngine:
@@ -135,7 +135,7 @@ class AsyncLLMEngine:
         if request_ids is not None and len(request_ids) != len(batch):
             raise RequestError(f"{len(request_ids)} request_ids for {len(batch)} prompts; give one for each")
         self._check_open()
-        tokens = [await self._tokens(prompt) for prompt in batch]
+        tokens = await self._tokens(batch)
         self._check_open()
         requests = [self._process(*each, priority) for each in zip(batch, own_params, tokens, strict=True)]
         names = request_ids or [f"request-{self._num_requests + i}" for i in range(len(batch))]
@@ -211,10 +211,13 @@ class AsyncLLMEngine:
         if self._closed_to_new is not None:
             raise QueueFullError(self._closed_to_new, retry_after=1)
 
-    async def _tokens(self, prompt: Prompt) -> list[int]:
-        if _size(prompt) < LONG_PROMPT:
-            return self._inputs.tokens(prompt)
-        return await asyncio.to_thread(self._inputs.tokens, prompt)
+    async def _tokens(self, batch: list[Prompt]) -> list[list[int]]:
+        def all_tokens() -> list[list[int]]:
+            return [self._inputs.tokens(prompt) for prompt in batch]
+
+        if sum(map(_size, batch)) < LONG_PROMPT:
+            return all_tokens()
+        return await asyncio.to_thread(all_tokens)
 
     def _process(self, prompt: Prompt, params: Any, tokens: list[int], priority: int) -> Request:
         if isinstance(params, BeamSearchParams):
