@@ -68,7 +68,7 @@ def test_gate_and_up_take_turns() -> None:
 
 
 def test_a_file_width_is_kept() -> None:
-    """Bits per weight: those of the file, but that super-blocks' small scales take whole bytes; and Q2_K, Q3_K nibbles."""
+    """Bits a weight: the file's, but that small scales of super-blocks take bytes, and 2 and 3 bits of code nibbles."""
     found = {format: quant.packed_bytes(format, 64, 1024) * 8 / (64 * 1024) for format in FORMATS}
     assert found == {
         "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5, "IQ4_NL": 4.5,
