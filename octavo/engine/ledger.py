@@ -106,8 +106,7 @@ class Ledger:
     def due(self) -> list[wire.ToEngine]:
         """What a ready engine is to be told now."""
         if not self._suspects:
-            told: list[wire.ToEngine] = [self._tell(list(self._waiting.values()))] if self._waiting else []
-            return told
+            return [self._tell(list(self._waiting.values()))] if self._waiting else []
         cleared = [entry for entry in self._in_engine.values() if entry.request_id not in self._suspects]
         if len(cleared) < len(self._in_engine):
             return []  # one is on trial
