@@ -63,7 +63,7 @@ struct FmaProducts {
 };
 
 // Vectors first .. of the rows that row_of(0), row_of(1) .. give; returns the positions that any of them sees.
-template <class Products, class RowOf>
+template <class RowOf>
 inline Span fill_tile(const Attention& a, Tile& tile, RowOf row_of, int kv_head, std::int64_t first, int count) {
   const int dim = a.cache.head_dim, group = a.heads / a.cache.kv_heads;
   Span all;
@@ -78,16 +78,21 @@ inline Span fill_tile(const Attention& a, Tile& tile, RowOf row_of, int kv_head,
     tile.row[v] = from.row;
     tile.column[v] = head * dim;
     tile.started[v] = false;
-    const bf16* query = a.q.row(tile.row[v]) + tile.column[v];
-    float* wide = tile.query + v * dim;
-    widen(query, wide, dim);
-    if (a.cache.type == KvType::kInt8) take_query_codes(tile, v);
-    if constexpr (Products::kWantsBits)
-      for (int d = 0; d < dim; d += kLanes) store(tile.query_bits + v * dim + d, load(wide + d));
     if (v == 0) all = tile.visible[v];
     all = {all.begin < begin ? all.begin : begin, all.end > position ? all.end : position + 1};
   }
   return all;
+}
+
+template <class Products>
+inline void read_queries(const Attention& a, Tile& tile) {
+  for (int v = 0; v < tile.count; ++v) {
+    float* wide = tile.query + v * tile.dim;
+    widen(a.q.row(tile.row[v]) + tile.column[v], wide, tile.dim);
+    if (a.cache.type == KvType::kInt8) take_query_codes(tile, v);
+    if constexpr (Products::kWantsBits)
+      for (int d = 0; d < tile.dim; d += kLanes) store(tile.query_bits + v * tile.dim + d, load(wide + d));
+  }
 }
 
 // Products of one vector become scores and then weights bf16(exp(s - max)), zero where invisible; leaves the maximum and the
@@ -257,7 +262,7 @@ OCTAVO_INLINE void for_tiles(const Attention& a, RowOf row_of, int rows, int hea
   for (int v = 0; v < kTile; ++v) tile.largest[v] = tile.total[v] = tile.piece_largest[v] = tile.piece_total[v] = 0.0f;
   for (std::int64_t first = 0; first < vectors; first += kTile) {
     const std::int64_t left = vectors - first;
-    const Span all = fill_tile<Products>(a, tile, row_of, head, first, left < kTile ? static_cast<int>(left) : kTile);
+    const Span all = fill_tile(a, tile, row_of, head, first, left < kTile ? static_cast<int>(left) : kTile);
     Products::begin(tile);
     f(tile, all, first);
     Products::end();
@@ -269,6 +274,7 @@ inline void attention(const Attention& a, int row_begin, int row_end, int head_b
   const auto row_of = [&](int i) { return AttentionRow{a.first + row_begin + i, a.position + row_begin + i}; };
   for (int head = head_begin; head < head_end; ++head) {
     for_tiles<Products>(a, row_of, row_end - row_begin, head, [&](Tile& tile, Span all, std::int64_t) {
+      read_queries<Products>(a, tile);
       for (int begin = all.begin / kPiece * kPiece; begin < all.end; begin += kPiece) {
         attend_piece<Products>(a, tile, head, intersect(all, {begin, begin + kPiece}), begin);
         merge(tile, [&](int v) { return tile.piece + v * tile.dim; });
@@ -290,6 +296,7 @@ inline void attention_pieces(const Attention& a, const AttentionRow* rows, int c
   const int dim = a.cache.head_dim;
   const auto row_of = [&](int i) { return rows[i]; };
   for_tiles<Products>(a, row_of, count, head, [&](Tile& tile, Span all, std::int64_t first) {
+    read_queries<Products>(a, tile);
     for (int piece = piece_begin; piece < piece_end; ++piece) {
       const Span seen = intersect(all, {piece * kPiece, (piece + 1) * kPiece});
       if (!seen.empty()) attend_piece<Products>(a, tile, head, seen, piece * kPiece);

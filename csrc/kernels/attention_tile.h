@@ -66,14 +66,13 @@ OCTAVO_INLINE Vec inside(Span span, int position, Vec x, Vec other) {
 // Calls f(position, exp(score - largest)) for the panels of a piece that hold the positions of a span; `scores` by position.
 template <class F>
 OCTAVO_INLINE void for_shares(const float* scores, Span span, float largest, F&& f) {
-  constexpr int kTogether = 4;
   int t = span.begin / kPanel * kPanel;
-  for (; t + kTogether * kPanel <= span.end; t += kTogether * kPanel) {
-    Vec x[kTogether];
-    for (int i = 0; i < kTogether; ++i) x[i] = load(scores + t + i * kPanel) - splat(largest);
+  for (; t + kSideBySide * kPanel <= span.end; t += kSideBySide * kPanel) {
+    Vec x[kSideBySide];
+    for (int i = 0; i < kSideBySide; ++i) x[i] = load(scores + t + i * kPanel) - splat(largest);
     exp_of_negative(x);
 #pragma GCC unroll 4
-    for (int i = 0; i < kTogether; ++i) f(t + i * kPanel, x[i]);
+    for (int i = 0; i < kSideBySide; ++i) f(t + i * kPanel, x[i]);
   }
   for (; t < span.end; t += kPanel) {
     Vec x[1] = {load(scores + t) - splat(largest)};

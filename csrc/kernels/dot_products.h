@@ -57,7 +57,7 @@ inline void multiply_dots(const Matmul& m, std::int64_t row, int panel) {
       for (int r = 0; r < R; ++r) acc[r][p] = one[r][0];
     }
   }
-  for (int r = 0; r < R; ++r) finish<P>(m, row + r, panel, acc[r]);
+  finish<R, P>(m, row, panel, [&](std::int64_t r, int p) { return acc[r][p]; });
 }
 
 inline void matmul_dots(const Matmul& m, std::int64_t row_begin, std::int64_t row_end, int panel_begin, int panel_end) {

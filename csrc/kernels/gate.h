@@ -8,9 +8,9 @@ inline void gate_mul(const GateMul& g, std::int64_t row_begin, std::int64_t row_
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     for (int i = 0; i < g.width; i += kLanes) {
       const int left = g.width - i;
-      const Vec gate = load(g.gate.row(row) + i, left);
-      const Vec f = g.f == Gate::kSilu ? silu(gate) : gelu(gate);
-      store(g.out.row(row) + i, f * load(g.up.row(row) + i, left), left);
+      Vec gate[1] = {load(g.gate.row(row) + i, left)};
+      g.f == Gate::kSilu ? silu(gate) : gelu(gate);
+      store(g.out.row(row) + i, gate[0] * load(g.up.row(row) + i, left), left);
     }
   }
 }

@@ -8,43 +8,42 @@
 namespace octavo {
 namespace {
 
-// e^r for |r| <= ln 2 / 2.
+// P: e^r = 1 + r + r^2 P(r) for |r| <= ln 2 / 2.
 constexpr int kExpTerms = 5;
 constexpr float kExp[kExpTerms] = {1.38131424e-3f, 8.36941879e-3f, 4.16684560e-2f, 1.66665152e-1f, 4.99999940e-1f};
-OCTAVO_INLINE Vec exp_reduced(Vec r) {
-  Vec p = splat(kExp[0]);
-#pragma GCC unroll 4
-  for (int k = 1; k < kExpTerms; ++k) p = p * r + splat(kExp[k]);
-  return ((r * r) * p + r) + splat(1.0f);
-}
 
 // e^x within 1 ulp. 0 below -87.33 (where the result nears the subnormals), infinity above 88.73; NaN stays NaN.
 // x = n ln 2 + r with |r| <= ln 2 / 2; e^r = 1 + r + r^2 P(r); the two parts of ln 2 make n * ln 2 exact.
-OCTAVO_INLINE Vec exp(Vec x) {
-  const Vec lowest = splat(-87.33f);
-  const Vec clamped = min(splat(89.0f), max(lowest, x));
-  const Vec n_magic = clamped * splat(1.44269504f) + splat(kMagic);
-  const Vec n = n_magic - splat(kMagic);
-  const Vec r = (clamped - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
-  const Vec y = scale(exp_reduced(r), n_magic);
-  return select_less(x, lowest, splat(0.0f), y);
-}
-
-// The same bits for x <= 0 (or NaN), in fewer operations: 2^n stays normal, so that one factor will do. Of N vectors side by side,
-// each step for all of them before the next one: by itself each is a long chain, and a core would wait for most of it.
-template <int N>
-OCTAVO_INLINE void exp_of_negative(Vec (&x)[N]) {
+//
+// Of N vectors side by side, each step for all of them before the next one: by itself each is a long chain, and a core would wait
+// for most of it. Without Positive, for x <= 0 (or NaN) only, the same bits in fewer operations: 2^n stays normal, so that one
+// factor will do.
+constexpr int kSideBySide = 4;  // so many
+template <bool Positive, int N>
+OCTAVO_INLINE void exp_each(Vec (&x)[N]) {
   const Vec lowest = splat(-87.33f);
   Vec n_magic[N], r[N], p[N];
 #define OCTAVO_EACH(statement) _Pragma("GCC unroll 4") for (int i = 0; i < N; ++i) statement
-  OCTAVO_EACH(r[i] = max(lowest, x[i]));
+  OCTAVO_EACH(r[i] = Positive ? min(splat(89.0f), max(lowest, x[i])) : max(lowest, x[i]));
   OCTAVO_EACH(n_magic[i] = r[i] * splat(1.44269504f) + splat(kMagic));
   OCTAVO_EACH(p[i] = n_magic[i] - splat(kMagic));
   OCTAVO_EACH(r[i] = (r[i] - p[i] * splat(0.693359375f)) - p[i] * splat(-2.12194440e-4f));
-  for (int k = 0; k < kExpTerms; ++k) OCTAVO_EACH(p[i] = k == 0 ? splat(kExp[0]) : p[i] * r[i] + splat(kExp[k]));
+  OCTAVO_EACH(p[i] = splat(kExp[0]));
+#pragma GCC unroll 4
+  for (int k = 1; k < kExpTerms; ++k) OCTAVO_EACH(p[i] = p[i] * r[i] + splat(kExp[k]));
   OCTAVO_EACH(p[i] = ((r[i] * r[i]) * p[i] + r[i]) + splat(1.0f));
-  OCTAVO_EACH(x[i] = select_less(x[i], lowest, splat(0.0f), scale_normal(p[i], n_magic[i])));
+  OCTAVO_EACH(p[i] = Positive ? scale(p[i], n_magic[i]) : scale_normal(p[i], n_magic[i]));
+  OCTAVO_EACH(x[i] = select_less(x[i], lowest, splat(0.0f), p[i]));
 #undef OCTAVO_EACH
+}
+template <int N>
+OCTAVO_INLINE void exp_of_negative(Vec (&x)[N]) {
+  exp_each<false>(x);
+}
+OCTAVO_INLINE Vec exp(Vec x) {
+  Vec one[1] = {x};
+  exp_each<true>(one);
+  return one[0];
 }
 
 // tanh(x) within 2 ulp; the sign of x stays, NaN stays NaN.
@@ -63,12 +62,21 @@ OCTAVO_INLINE Vec tanh(Vec x) {
 }
 
 // x * sigmoid(x) as x / (1 + e^-x); -0 below -88.73, where the value is under 3e-37.
-OCTAVO_INLINE Vec silu(Vec x) { return x / (splat(1.0f) + exp(splat(0.0f) - x)); }
+template <int N>
+OCTAVO_INLINE void silu(Vec (&x)[N]) {
+  Vec e[N];
+  for (int i = 0; i < N; ++i) e[i] = splat(0.0f) - x[i];
+  exp_each<true>(e);
+  for (int i = 0; i < N; ++i) x[i] = x[i] / (splat(1.0f) + e[i]);
+}
 
 // The tanh form: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
-OCTAVO_INLINE Vec gelu(Vec x) {
-  const Vec inner = splat(0.797884561f) * (x + splat(0.044715f) * ((x * x) * x));
-  return (splat(0.5f) * x) * (splat(1.0f) + tanh(inner));
+template <int N>
+OCTAVO_INLINE void gelu(Vec (&x)[N]) {
+  for (Vec& v : x) {
+    const Vec inner = splat(0.797884561f) * (v + splat(0.044715f) * ((v * v) * v));
+    v = (splat(0.5f) * v) * (splat(1.0f) + tanh(inner));
+  }
 }
 
 OCTAVO_INLINE Vec soft_cap(Vec x, Vec cap) { return tanh(x / cap) * cap; }

@@ -5,31 +5,42 @@
 namespace octavo {
 namespace {
 
-// Writes one row's sums of panels first .. first + P - 1.
-template <int P>
-OCTAVO_INLINE void finish(const Matmul& m, std::int64_t row, int first, const Vec (&acc)[P]) {
-  Vec y[P];
-  for (int p = 0; p < P; ++p) y[p] = m.bias ? acc[p] + load(m.bias + (first + p) * kPanel) : acc[p];
+// Writes N rows of a gate: what panels first and first + 1 came to.
+template <int N>
+OCTAVO_INLINE void finish_gate(const Matmul& m, std::int64_t row, int first, Vec (&gate)[N], const Vec (&up)[N]) {
+  for (Vec& g : gate) g = round_to_bf16(g);
+  m.epilogue == Epilogue::kSiluMul ? silu(gate) : gelu(gate);
+  const int column = first / 2 * kPanel;
+  if (column >= m.out_width) return;
+  for (int r = 0; r < N; ++r) store(m.out.row(row + r) + column, gate[r] * round_to_bf16(up[r]), m.out_width - column);
+}
 
+// Writes R rows' sums of panels first .. first + P - 1; sum(r, p) gives them.
+template <int R, int P, class Sum>
+OCTAVO_INLINE void finish(const Matmul& m, std::int64_t row, int first, Sum&& sum) {
+  const auto y = [&](std::int64_t r, int p) { return m.bias ? sum(r, p) + load(m.bias + (first + p) * kPanel) : sum(r, p); };
   if (m.epilogue == Epilogue::kSiluMul || m.epilogue == Epilogue::kGeluMul) {
     if constexpr (P == 2) {
-      const int column = first / 2 * kPanel;
-      const Vec gate = round_to_bf16(y[0]), up = round_to_bf16(y[1]);
-      const Vec gated = (m.epilogue == Epilogue::kSiluMul ? silu(gate) : gelu(gate)) * up;
-      if (column < m.out_width) store(m.out.row(row) + column, gated, m.out_width - column);
+      for_row_blocks<kSideBySide>(0, R, [&]<int N>(std::int64_t r) {
+        Vec gate[N], up[N];
+        for (int i = 0; i < N; ++i) gate[i] = y(r + i, 0), up[i] = y(r + i, 1);
+        finish_gate(m, row + r, first, gate, up);
+      });
     }
     return;
   }
-  for (int p = 0; p < P; ++p) {
-    const int column = (first + p) * kPanel;
-    const int width = m.out_width - column;
-    if (width <= 0) return;
-    if (m.epilogue == Epilogue::kFloat) {
-      store(m.out_float.row(row) + column, y[p], width);
-    } else if (m.epilogue == Epilogue::kAdd) {
-      store(m.out_float.row(row) + column, load(m.residual.row(row) + column, width) + round_to_bf16(y[p]), width);
-    } else {
-      store(m.out.row(row) + column, y[p], width);
+  for (int r = 0; r < R; ++r) {
+    for (int p = 0; p < P; ++p) {
+      const int column = (first + p) * kPanel;
+      const int width = m.out_width - column;
+      if (width <= 0) break;
+      if (m.epilogue == Epilogue::kFloat) {
+        store(m.out_float.row(row + r) + column, y(r, p), width);
+      } else if (m.epilogue == Epilogue::kAdd) {
+        store(m.out_float.row(row + r) + column, load(m.residual.row(row + r) + column, width) + round_to_bf16(y(r, p)), width);
+      } else {
+        store(m.out.row(row + r) + column, y(r, p), width);
+      }
     }
   }
 }
@@ -60,7 +71,7 @@ inline void multiply_streaming(const Matmul& m, std::int64_t row, int panel) {
     sum_panels<R, 1>(m, row, panel + p, one);
     for (int r = 0; r < R; ++r) acc[r][p] = one[r][0];
   }
-  for (int r = 0; r < R; ++r) finish<P>(m, row + r, panel, acc[r]);
+  finish<R, P>(m, row, panel, [&](std::int64_t r, int p) { return acc[r][p]; });
 }
 
 // Panels side by side, so that each activation that is read serves them all: best where weights are in the cache.
@@ -68,7 +79,7 @@ template <int R, int P>
 inline void multiply_blocked(const Matmul& m, std::int64_t row, int panel) {
   Vec acc[R][P];
   sum_panels<R, P>(m, row, panel, acc);
-  for (int r = 0; r < R; ++r) finish<P>(m, row + r, panel, acc[r]);
+  finish<R, P>(m, row, panel, [&](std::int64_t r, int p) { return acc[r][p]; });
 }
 
 template <int P>

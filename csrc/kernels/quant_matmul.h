@@ -168,13 +168,14 @@ inline void sum_codes(const QuantMatmul& m, std::int64_t row, int panel, float (
 
 // The epilogues stand here once, and not in the loops of every format.
 [[gnu::noinline]] inline void finish_rows(const Matmul& m, std::int64_t row, int rows, int panel, bool pair, const PanelSums& sums) {
-  for (int r = 0; r < rows; ++r) {
+  for_row_blocks<kSideBySide>(0, rows, [&]<int R>(std::int64_t first) {
+    const auto sum = [&](std::int64_t r, int p) { return load(sums.sum[p][first + r]); };
     if (pair) {
-      finish<2>(m, row + r, panel, {load(sums.sum[0][r]), load(sums.sum[1][r])});
+      finish<R, 2>(m, row + first, panel, sum);
     } else {
-      finish<1>(m, row + r, panel, {load(sums.sum[0][r])});
+      finish<R, 1>(m, row + first, panel, sum);
     }
-  }
+  });
 }
 
 // Rows in blocks of R, and what is left in blocks of half as many; one panel after the other, which is the order of memory.

@@ -74,6 +74,8 @@ inline void quantize(const Quantize& q, std::int64_t row_begin, std::int64_t row
     const bf16* x = q.x.row(i);
     QuantChunk* out = q.out.row(i);
     for (int k = 0; k < q.k; k += kChunk, out += chunks_each(q.activations)) {
+      // Another core wrote them, as a rule; of the next row.
+      if (i + 1 < row_end) __builtin_prefetch(q.x.row(i + 1) + k, 0);
       if (q.activations == Activations::kInt8) {
         quantize_chunk<1>(x + k, q.format, out);
       } else if (q.activations == Activations::kInt16) {

@@ -81,7 +81,7 @@ inline void multiply_tiles(const Matmul& m, std::int64_t row, int rows, int pane
   for (int r = 0; r < rows; ++r) {
     Vec acc[P];
     for (int p = 0; p < P; ++p) acc[p] = load(sums.tile[r / kTileRows * 2 + p][r % kTileRows]);
-    finish<P>(m, row + r, panel, acc);
+    finish<1, P>(m, row + r, panel, [&](std::int64_t, int p) { return acc[p]; });
   }
 }
 

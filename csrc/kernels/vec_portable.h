@@ -88,9 +88,10 @@ OCTAVO_INLINE Vec swapped(Vec x) {
 // Lanes i and i + Half of each 2 * Half become their sum and their difference.
 template <int Half>
 OCTAVO_INLINE Vec sums_and_differences(Vec x) {
-  const Vec other = swapped<Half>(x), sum = x + other, difference = other - x;
-  Vec result;
-  for (int i = 0; i < 16; ++i) result.v[i / 4][i % 4] = i & Half ? difference.v[i / 4][i % 4] : sum.v[i / 4][i % 4];
+  const Vec other = swapped<Half>(x), difference = other - x;
+  Vec result = x + other;
+  for (int i = 0; i < 16; ++i)
+    if (i & Half) result.v[i / 4][i % 4] = difference.v[i / 4][i % 4];
   return result;
 }
 OCTAVO_INLINE float first_lane(Vec x) { return x.v[0][0]; }
