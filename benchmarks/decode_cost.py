@@ -31,13 +31,14 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)  # at contexts 16 and 1024
 REPEATS = 7
 
 
-def load(model: str, threads: int | None, fast_math: bool, kv_cache_dtype: str) -> tuple[CpuBackend, int, int]:
+def load(model: str, options: argparse.Namespace) -> tuple[CpuBackend, int, int]:
     """The backend, its vocabulary, and the FLOPs of the weights per token."""
     checkpoint = open_checkpoint(resolve_model(model))
     graph = build_graph(model_config(checkpoint.config, checkpoint.generation_config), "bfloat16")
     backend = CpuBackend(
-        graph, checkpoint.tensors, kv_cache_dtype=kv_cache_dtype, block_size=BLOCK, num_threads=threads,
-        vocab_size=graph.output.width or 0, fast_math=fast_math,
+        graph, checkpoint.tensors, quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype,
+        block_size=BLOCK, num_threads=options.num_threads, vocab_size=graph.output.width or 0,
+        fast_math=options.fast_math,
     )  # fmt: skip
     products = [node for node in graph.nodes if node.op in ("linear", "lm_head")]
     return backend, graph.output.width or 0, sum(2 * int(np.prod(node.weights[0].shape)) for node in products)
@@ -151,12 +152,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--num-threads", type=int)
     parser.add_argument("--fast-math", action="store_true")
+    parser.add_argument("--quantization", choices=("none", "int8"), help="of the weights; the file's own width")
     parser.add_argument("--kv-cache-dtype", choices=("bfloat16", "int8"), default="bfloat16")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--png", type=Path, help="plot them into this file")
     args = parser.parse_args()
 
-    backend, vocabulary, flops = load(args.model, args.num_threads, args.fast_math, args.kv_cache_dtype)
+    backend, vocabulary, flops = load(args.model, args)
     print(backend.description)
     cells = measure(backend, vocabulary)
     model = Model(backend.weight_bytes, flops, backend.kv_bytes_per_token)
