@@ -108,7 +108,8 @@ class TestInt8KV:
                 block = part[paged._tables["a"][0][token // 16], :, 0]
                 scales = block[:, 16 * 16 :].copy().view(np.float32)[:, token % 16]
                 assert (scales > 0).all()
-        for part, dims in zip(before[:2], ((1, 3), 2), strict=True):  # keys [dim / 4][token][4], values [token / 4][dim][4]
+        # keys [dim / 4][token][4], values [token / 4][dim][4]
+        for part, dims in zip(before[:2], ((1, 3), 2), strict=True):
             quads = part[paged._tables["a"][0][0], :, 0, : 16 * 16].reshape(-1, 4, 16, 4).astype(int) - 128
             assert (np.abs(quads).max(dims) == 127).all()
         paged.step({"a": prompt(3, seed=2)})
