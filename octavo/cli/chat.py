@@ -6,27 +6,22 @@ import argparse
 import importlib
 import io
 import json
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
 from importlib.util import find_spec
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
 from octavo.cli.fetch import fetch
 from octavo.cli.options import add_engine_flags, add_sampling_flags, engine_from, read_chat_template, sampling_from
+from octavo.cli.partners import EnginePartner, Partner
+from octavo.cli.remote import ServerPartner
 from octavo.cli.terminal import show
-from octavo.config import DEMO_MODEL
-from octavo.engine import LLMEngine
+from octavo.config import DEMO_MODEL, EngineConfig
 from octavo.errors import OctavoError, RequestError
 from octavo.llm import load_engine
-from octavo.outputs import RequestOutput
-from octavo.sampling_params import SamplingParams
 from octavo.tokenizer import ChatTemplates
 
 HELP = """\
@@ -37,19 +32,20 @@ HELP = """\
 Ctrl-C         stop the reply; what was said stays in the conversation
 A message that begins with a slash: put a space before it."""
 
-_REQUEST = "reply"
-
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "chat",
         help="talk with a model",
-        description="Talks with a model on the terminal. Without a terminal each line of stdin is a turn, and stdout "
-        "holds the replies.",
+        description="Talks with a model, here or behind a server's URL, on the terminal. Without a terminal each line "
+        "of stdin is a turn, and stdout holds the replies.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", nargs="?", default=DEMO_MODEL, metavar="M", help=f"(default: {DEMO_MODEL})")
+    parser.add_argument("model", nargs="?", metavar="M", help=f"(default: {DEMO_MODEL})")
+    parser.add_argument("--url", help="of a server with OpenAI's HTTP API, which answers; no model is loaded here")
+    parser.add_argument("--model", dest="served_model", metavar="NAME", help="with --url (default: the server's first)")
+    parser.add_argument("--api-key", metavar="KEY", help="with --url")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument(
         "--chat-template", metavar="FILE", help="a Jinja file, or the name of one of the model's templates"
@@ -65,23 +61,52 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
+    notes = Console(stderr=True, quiet=args.quiet, highlight=False, soft_wrap=True, style="dim")
+    return _with_server(args, notes) if args.url is not None else _with_engine(args, notes)
+
+
+def _with_server(args: argparse.Namespace, notes: Console) -> int:
+    _refuse(_given(args, ("model", "chat_template", *_ENGINE)), "is for a model that is loaded here: leave --url out")
+    variables = _variables(args.chat_template_kwargs)
+    partner = ServerPartner(args.url, args.served_model, args.api_key, sampling_from(args), variables)
+    notes.print(partner.description, markup=False)
+    return Repl(partner, args.system, notes).run()
+
+
+def _with_engine(args: argparse.Namespace, notes: Console) -> int:
+    _refuse(_given(args, ("served_model", "api_key")), "is for a server: give its --url")
     params = sampling_from(args)
     options = {
         "chat_template": read_chat_template(args.chat_template),
         "chat_template_kwargs": _variables(args.chat_template_kwargs),
     }
+    args.model = args.model or DEMO_MODEL
     config = engine_from(args)
-    notes = Console(stderr=True, quiet=args.quiet, highlight=False, soft_wrap=True, style="dim")
     engine = load_engine(replace(config, model=str(fetch(config.model))), progress=False if args.quiet else None)
     templates = ChatTemplates(engine.tokenizer)
     try:
         if args.chat_template is None and not engine.tokenizer.chat_templates:
             raise OctavoError(f"{args.model} has no chat template; give one with --chat-template FILE")
         notes.print(str(engine.boot_report), markup=False)
-        return Repl(engine, templates, params, options, args.system, notes).run()
+        return Repl(EnginePartner(engine, templates, params, options), args.system, notes).run()
     finally:
         templates.close()
         engine.close()
+
+
+_ENGINE = {f.name: f.default for f in fields(EngineConfig) if f.name != "model"}
+_FLAGS = {"model": "M", "served_model": "--model"}
+
+
+def _given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Those flags among the named ones that say something else than their default."""
+    given = [name for name in names if getattr(args, name) != _ENGINE.get(name)]
+    return [_FLAGS.get(name, "--" + name.replace("_", "-")) for name in given]
+
+
+def _refuse(flags: list[str], why: str) -> None:
+    if flags:
+        raise OctavoError(f"{flags[0]} {why}")
 
 
 def _variables(given: str | None) -> Any:
@@ -97,19 +122,8 @@ class Repl:
     Replies go to stdout, all else to stderr.
     """
 
-    def __init__(
-        self,
-        engine: LLMEngine,
-        templates: ChatTemplates,
-        params: SamplingParams,
-        options: dict[str, Any],
-        system: str | None,
-        notes: Console,
-    ) -> None:
-        self.engine = engine
-        self.templates = templates
-        self.params = params
-        self.options = options
+    def __init__(self, partner: Partner, system: str | None, notes: Console) -> None:
+        self.partner = partner
         self.system = system
         self.notes = notes
         self.turns: list[dict[str, str]] = []
@@ -166,86 +180,15 @@ class Repl:
             raise RequestError(f"there is no command {name}; /help lists them")
 
     def _answer(self, text: str) -> None:
-        self.turns.append({"role": "user", "content": text})
-        try:
-            with _catch_interrupt() as interrupted:
-                self._start()
-                output = self._stream(interrupted)
-            if output.error is not None:
-                raise RequestError(output.error)
-        except BaseException:
-            self.engine.abort(_REQUEST)
-            self.turns.pop()
-            raise
-        reply = output.outputs[0]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        turn = {"role": "user", "content": text}
+        reply = self.partner.reply([*system, *self.turns, turn], show)
         if reply.finish_reason == "abort" and not reply.text:
-            self.turns.pop()
             self._tell("stopped before the first word; the message is forgotten")
             return
-        self.turns.append({"role": "assistant", "content": reply.text})
+        self.turns += [turn, {"role": "assistant", "content": reply.text}]
         print(end="" if reply.text.endswith("\n") else "\n", flush=True)
-        self._tell(f"[{self._summary(output)}]")
-
-    def _start(self) -> None:
-        """Checks the conversation and queues it."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        token_ids = self.templates.render(system + self.turns, **self.options).token_ids
-        if len(token_ids) >= self._context:
-            raise RequestError(
-                f"the conversation has {len(token_ids)} tokens and the context holds {self._context}: shorten the "
-                "message, or type /clear to start afresh"
-            )
-        self.engine.add_request(_REQUEST, {"prompt_token_ids": token_ids}, self.params)
-
-    def _stream(self, interrupted: threading.Event) -> RequestOutput:
-        shown = 0
-        while True:
-            outputs = self.engine.step()
-            if interrupted.is_set() and (aborted := self.engine.abort(_REQUEST)) is not None:
-                outputs = [aborted]
-            for output in outputs:
-                text = output.outputs[0].text
-                show(text[shown:])
-                shown = len(text)
-                if output.finished:
-                    return output
-
-    def _summary(self, output: RequestOutput) -> str:
-        reply, metrics = output.outputs[0], output.metrics
-        count = len(reply.token_ids)
-        parts = [f"{count} tokens" if count != 1 else "1 token"]
-        if count > 1:
-            parts.append(f"{(count - 1) / max(metrics.decode_time, 1e-9):.1f} tokens/s")
-        parts.append(f"first after {metrics.queue_time + metrics.prefill_time:.2f} s")
-        if reply.finish_reason == "abort":
-            parts.append("stopped")
-        elif len(output.prompt_token_ids) + count >= self._context:
-            parts.append(f"the context of {self._context} tokens is full: /clear starts afresh")
-        elif reply.finish_reason == "length":
-            parts.append("cut by --max-tokens")
-        return ", ".join(parts)
-
-    @property
-    def _context(self) -> int:
-        return self.engine.boot_report.memory.max_model_len
+        self._tell(f"[{reply.summary()}]")
 
     def _tell(self, text: str) -> None:
         self.notes.print(text, markup=False)
-
-
-@contextmanager
-def _catch_interrupt() -> Iterator[threading.Event]:
-    """Inside, the first Ctrl-C only sets the event, so that no step of the engine is cut in two; a second one raises
-    KeyboardInterrupt."""
-    pressed = threading.Event()
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-        pressed.set()
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import re
@@ -10,9 +11,12 @@ import select
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +24,7 @@ from octavo import LLM, SamplingParams
 from octavo.cli.main import main
 from octavo.cli.terminal import show
 from tests.engine.test_chat import TEMPLATE, with_template
+from tests.server.live import LiveServer
 from tests.tiny import make_llama
 
 FLAGS = ["--num-kv-blocks", "64", "--num-threads", "1", "--temperature", "0", "--ignore-eos"]
@@ -215,3 +220,169 @@ def test_control_characters_do_not_reach_a_terminal(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sys, "stdout", stream)
         show("a\x1b[2Jb\n\tü\x9b")
         assert stream.getvalue() == expected
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    path = tmp_path_factory.mktemp("served") / "tiny"
+    shutil.copytree(tiny_llama, path)
+    with LiveServer(with_template(path, TELLS + TEMPLATE), api_key="secret") as server:
+        yield server
+
+
+class TestServer:
+    """`octavo chat --url`."""
+
+    FLAGS = ("--temperature", "0", "--ignore-eos")
+
+    @pytest.fixture
+    def talk(
+        self, server: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[..., tuple[int, str, str]]:
+        def run(lines: str, *flags: str, url: str | None = None) -> tuple[int, str, str]:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+            code = main(["chat", "--url", url or server.url, "--api-key", "secret", *self.FLAGS, *flags])
+            return code, *capsys.readouterr()
+
+        return run
+
+    @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+    def test_the_replies_are_those_of_the_model(
+        self, talk: Callable[..., tuple[int, str, str]], server: LiveServer, octavo, model: Path, end: str
+    ) -> None:
+        lines = "the quick\n\na dog\n/clear\na dog\n"
+        flags = ["--max-tokens", "9", "--system", "be brief", "--logit-bias", "70=5", "--repetition-penalty", "1.2"]
+        code, out, err = talk(lines, *flags, url=server.url + end)
+        assert (code, out) == octavo(model, lines, *flags)[:2]
+        summary = r"^\[9 tokens, [\d.]+ tokens/s, first after [\d.]+ s, cut by --max-tokens\]$"
+        assert len(re.findall(summary, err, re.M)) == 3
+        assert f"tiny at {server.url}{end}, context 256 tokens\n" in err
+
+    def test_another_name_of_the_model(self, talk: Callable[..., tuple[int, str, str]]) -> None:
+        code, out, err = talk("hi\n", "--model", "alias", "--max-tokens", "2", "--quiet")
+        assert (code, err) == (0, "")
+        assert out
+
+    def test_the_context_runs_full(self, talk: Callable[..., tuple[int, str, str]]) -> None:
+        code, out, err = talk("one\ntwo\n/clear\nthree\n")
+        assert code == 1
+        assert err.count("the context of 256 tokens is full: /clear starts afresh") == 2
+        assert len(re.findall(r"^octavo: error: .*256", err, re.M)) == 1
+        assert out
+
+    def test_a_refused_turn_is_forgotten(self, talk: Callable[..., tuple[int, str, str]]) -> None:
+        code, out, err = talk("one\ntwo\nthree\nfour\n", "--max-tokens", "2")
+        assert code == 1
+        assert out
+        assert err.count("octavo: error: user, assistant, user, assistant, user\n") == 2
+
+    @pytest.mark.parametrize(("flags", "message"), [
+        (["--api-key", "wrong"], "wants another API key"),
+        (["--api-key", "a\nb"], "--api-key: a key is made of ASCII characters"),
+        (["--model", "nosuch"], "--model nosuch: http://127.0.0.1:"),
+        (["--url", "127.0.0.1:8000"], "expected a URL such as http://127.0.0.1:8000"),
+        (["--url", "http://127.0.0.1:port"], "--url http://127.0.0.1:port: "),
+        (["--url", "http://127.0.0.1:1"], "nothing answers at http://127.0.0.1:1 ("),
+        (["--top-p", "0"], "top_p=0"),
+        (["--chat-template-kwargs", "{"], "--chat-template-kwargs: '{' is not JSON"),
+        (["some-model"], "M is for a model that is loaded here: leave --url out"),
+        (["--num-threads", "1"], "--num-threads is for a model that is loaded here: leave --url out"),
+        (["--chat-template", "tells"], "--chat-template is for a model that is loaded here: leave --url out"),
+    ])  # fmt: skip
+    def test_mistakes(self, talk: Callable[..., tuple[int, str, str]], flags: list[str], message: str) -> None:
+        code, out, err = talk("hi\n", *flags)
+        assert (code, out) == (1, "")
+        assert message in err
+        assert err.count("\n") == 1
+
+    def test_something_else_answers(self, talk: Callable[..., tuple[int, str, str]], server: LiveServer) -> None:
+        code, _, err = talk("hi\n", url=f"{server.url}/elsewhere")
+        assert code == 1
+        assert "has no list of models at /elsewhere/v1/models: not OpenAI's API\n" in err
+
+    def test_flags_of_a_server_without_one(self, octavo, model: Path) -> None:
+        for flag in ("--api-key", "--model"):
+            code, out, err = octavo(model, "hi\n", flag, "x")
+            assert (code, out, err) == (1, "", f"octavo: error: {flag} is for a server: give its --url\n")
+
+    def test_answers_that_go_wrong(self, talk: Callable[..., tuple[int, str, str]]) -> None:
+        """A turn that fails is told and forgotten, and the next one is asked."""
+        said = b'data: {"choices": [{"delta": {"content": "well"}}]}\n\n'
+        answers = [
+            (200, said),
+            (200, said + b'data: {"error": {"message": "the engine\\nhas died"}}\n\n'),
+            (200, said + b"data: {\n\n"),
+            (502, b"<html>bad\n gateway"),
+            (200, said + b": a comment\n\ndata: [DONE]\n\n"),
+        ]
+        with ScriptedServer(answers) as scripted:
+            code, out, err = talk("a\nb\nc\nd\ne\n", "--quiet", url=scripted.url)
+        assert (code, out) == (1, "well" * 4 + "\n")
+        errors = re.findall("^octavo: error: (.*)$", err, re.M)
+        assert err.count("\n") == len(errors) == 4
+        assert "is lost in the middle of the reply" in errors[0]
+        assert errors[1] == "the engine has died"
+        assert "has sent an event that is not JSON" in errors[2]
+        assert errors[3] == "502 Bad Gateway: <html>bad gateway"
+        assert [len(asked["messages"]) for asked in scripted.asked] == [1] * 5
+        assert scripted.asked[0] == {
+            "model": "m",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0.0,
+            "top_p": 0.95,
+            "ignore_eos": True,
+            "messages": [{"role": "user", "content": "a"}],
+        }
+
+    def test_on_a_terminal(self, tmp_path: Path) -> None:
+        """Ctrl-C stops a reply, here and there, and the conversation goes on."""
+        path = with_template(make_llama(tmp_path / "long", max_position_embeddings=8192), TELLS + TEMPLATE)
+        with LiveServer(path, num_kv_blocks=1024) as server:
+            terminal = Terminal("--url", server.url, *self.FLAGS)
+            terminal.expect(r"/help lists the commands\s+> ")
+            for message in ("the quick", "a dog"):
+                terminal.type(f"{message}\r")
+                terminal.expect(re.escape(message) + r"\s+[^>]{20}")
+                terminal.type("\x03")
+                terminal.expect(r"\[first after [\d.]+ s, stopped\]\s+> ")
+                server.wait_idle()
+            terminal.type("third\r")
+            terminal.expect(r"octavo: error: user, assistant, user, assistant, user\s+> ")
+            terminal.type("\x04")
+            assert terminal.close() == 0
+
+
+class ScriptedServer:
+    """Has one model, and answers each request with what it was told to, then closes the connection."""
+
+    def __init__(self, answers: list[tuple[int, bytes]]) -> None:
+        self.asked: list[Any] = []
+        outer, remaining = self, iter(answers)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(200, b'{"data": [{"id": "m"}]}')
+
+            def do_POST(self) -> None:
+                outer.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                self._answer(*next(remaining))
+
+            def _answer(self, status: int, content: bytes) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> ScriptedServer:
+        threading.Thread(target=self._server.serve_forever).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
