@@ -18,6 +18,7 @@ MAX_CHOICES = 128  # of n and best_of
 MAX_BEAM_WIDTH = 128
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
+MAX_STOP_TOKENS = 1024
 MAX_WORD_LENGTH = 1024  # characters of a stop string or a bad word
 MAX_SHOWN = 60  # characters of a refused value that a message repeats
 
@@ -69,7 +70,7 @@ class SamplingParams:
         min_tokens: no end-of-sequence token, stop token or stop string before that many tokens.
         stop: the request ends when its text holds one of these, at most 16; the text is cut before it.
         include_stop_str_in_output: keep the text of what stopped the request, a stop string or a stop token.
-        stop_token_ids: the request ends when it samples one of these; the token is kept in `token_ids`.
+        stop_token_ids: the request ends when it samples one of these, at most 1024; the token is kept in `token_ids`.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: report the logprob of each sampled token and of this many most likely ones (0 to 20).
         prompt_logprobs: likewise for each token of the prompt.
@@ -242,6 +243,9 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     ids = tuple(value)
     for token in ids:
         _integer(name, token, 0, None)
+    ids = tuple(dict.fromkeys(ids))
+    if name == "stop_token_ids" and len(ids) > MAX_STOP_TOKENS:
+        raise RequestError(f"stop_token_ids: {len(ids)} of them; at most {MAX_STOP_TOKENS} may be given")
     return ids
 
 

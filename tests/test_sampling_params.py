@@ -57,6 +57,7 @@ HUGE = 10**400  # a whole number that no float holds
         ("stop_token_ids", [1.0], ["1.0", "whole number"]),
         ("stop_token_ids", [True], ["True", "whole number"]),
         ("stop_token_ids", ["1"], ["'1'", "whole number"]),
+        ("stop_token_ids", range(1025), ["1025", "at most 1024"]),
         ("min_p", -0.1, ["-0.1", "between 0 and 1"]),
         ("min_p", 1.1, ["1.1", "between 0 and 1"]),
         ("min_p", math.nan, ["nan", "between 0 and 1"]),
@@ -157,6 +158,11 @@ def test_stop_token_ids_are_kept_as_a_tuple():
     for ids in ([3, 4], (3, 4), iter([3, 4]), {3: "a", 4: "b"}):
         assert SamplingParams(stop_token_ids=ids).stop_token_ids == (3, 4)
     hash(SamplingParams(stop_token_ids=[1]))
+
+
+def test_ids_that_are_named_twice_are_kept_once():
+    params = SamplingParams(stop_token_ids=[3, 1, 3] * 1000, allowed_token_ids=[2, 1, 2, 2])
+    assert (params.stop_token_ids, params.allowed_token_ids) == ((3, 1), (2, 1))
 
 
 def test_lists_are_kept_as_tuples_and_none_as_an_empty_one():

@@ -135,6 +135,7 @@ class AsyncLLMEngine:
         if request_ids is not None and len(request_ids) != len(batch):
             raise RequestError(f"{len(request_ids)} request_ids for {len(batch)} prompts; give one for each")
         self._check_open()
+        self._dispatcher.check_room(sum(map(_num_choices, own_params)))
         tokens = await self._tokens(batch)
         self._check_open()
         requests = [self._process(*each, priority) for each in zip(batch, own_params, tokens, strict=True)]
@@ -258,6 +259,11 @@ def _pairs(
     if len(own) != len(batch):
         raise RequestError(f"{len(own)} params for {len(batch)} prompts; give one, or one for each")
     return batch, own
+
+
+def _num_choices(params: Any) -> int:
+    """How many sequences will be asked for; 1 of what will be refused."""
+    return params.num_choices if isinstance(params, SamplingParams) else 1
 
 
 def _size(prompt: Any) -> int:

@@ -83,7 +83,7 @@ class EngineCore:
             raise
         finished = {sequence.seq_id: sequence for sequence in self.scheduler.update(plan, result)}
         outputs: list[SequenceOutput | BeamOutput] = []
-        for seq_id, token in zip(plan.seq_ids, result.token_ids, strict=True):
+        for i, (seq_id, token) in enumerate(zip(plan.seq_ids, result.token_ids, strict=True)):
             if seq_id in self._beams:
                 continue
             prompt_logprobs = result.prompt_logprobs.get(seq_id, [])
@@ -91,6 +91,12 @@ class EngineCore:
             if token < 0 and not prompt_logprobs and sequence is None:
                 continue
             output = SequenceOutput(seq_id, token if token >= 0 else None, result.logprobs.get(seq_id), prompt_logprobs)
+            known = sequence or self.scheduler.sequences[seq_id]
+            if token >= 0:
+                output.position = len(known.tokens) - known.prompt_length - 1
+            if prompt_logprobs:
+                end = min(plan.starts[i] + plan.num_tokens[i], known.prompt_length - 1)
+                output.prompt_position = end - len(prompt_logprobs)
             if sequence is not None:
                 self._close(output, sequence, result.errors.get(seq_id))
             elif token >= 0:

@@ -64,6 +64,21 @@ class Dispatcher:
 
     # For callers
 
+    def check_room(self, count: int) -> None:
+        """Whether so many sequences could be queued now; raises what `add` does if not."""
+        if count > self.max_unfinished:
+            raise RequestError(
+                f"{count} sequences in one call; at most {self.max_unfinished} may be unfinished: send fewer at once"
+            )
+        excess = len(self.ledger) + count - self.max_unfinished
+        if excess > 0:
+            seconds = self._seconds_until(excess)
+            raise QueueFullError(
+                f"{len(self.ledger)} sequences are unfinished; at most {self.max_unfinished} may be: try again in "
+                f"{seconds} s",
+                seconds,
+            )
+
     def add(self, submissions: Sequence[Submission]) -> list[RequestStream]:
         """Queues all of these, or none.
 
@@ -73,7 +88,7 @@ class Dispatcher:
             QueueFullError: they are more than may be unfinished now.
         """
         self._check_ids([submission.request_id for submission in submissions])
-        self._check_room(sum(len(submission.request.sequences) for submission in submissions))
+        self.check_room(sum(len(submission.request.sequences) for submission in submissions))
         streams = [self._add(submission) for submission in submissions]
         self._tell()
         return streams
@@ -114,14 +129,16 @@ class Dispatcher:
     def engine_ready(self, boot_report: BootReport) -> None:
         self._tell()
 
-    def engine_said(self, message: wire.Stepped | wire.Answer) -> None:
+    def engine_said(self, message: wire.Stepped | wire.Answer) -> bool:
         if isinstance(message, wire.Answer):
             question = self._questions.pop(message.number, None)
             if question is not None and not question.done():
                 question.set_result(message)
-            return
-        self._deliver([update for update in message.outputs if self.ledger.accept(update)])
+            return False
+        news = [update for update in message.outputs if self.ledger.accept(update)]
+        self._deliver(news)
         self._tell()
+        return any(update.advances for update in news)
 
     def engine_died(self, death: Death) -> bool:
         self._close_questions()
@@ -147,20 +164,6 @@ class Dispatcher:
             if request_id in seen or request_id in self.ledger:
                 raise RequestError(f"request_id={request_id!r} belongs to an unfinished request; give another")
             seen.add(request_id)
-
-    def _check_room(self, count: int) -> None:
-        if count > self.max_unfinished:
-            raise RequestError(
-                f"{count} sequences in one call; at most {self.max_unfinished} may be unfinished: send fewer at once"
-            )
-        excess = len(self.ledger) + count - self.max_unfinished
-        if excess > 0:
-            seconds = self._seconds_until(excess)
-            raise QueueFullError(
-                f"{len(self.ledger)} sequences are unfinished; at most {self.max_unfinished} may be: try again in "
-                f"{seconds} s",
-                seconds,
-            )
 
     def _seconds_until(self, count: int) -> int:
         """After which so many requests are likely to have finished, by the last ones that did."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from octavo.engine import wire
@@ -11,7 +11,7 @@ from octavo.engine.messages import SequenceOutput, SequenceRequest
 from octavo.engine.outputs import OutputProcessor
 from octavo.outputs import FinishReason, RequestMetrics
 
-SUSPECTED = 2  # deaths in a row, without progress of a request that was in the step each time
+SUSPECTED = 2  # deaths in a row that hit a request, without progress of it
 CONDEMNED = 3  # likewise, if the last one met it alone
 
 
@@ -22,7 +22,7 @@ class _Entry:
     request_id: str
     number: int  # in the order of arrival
     sequences: dict[int, _Progress]  # the unfinished ones, by seq_id
-    strikes: int = 0  # deaths of engines in a step with it, since it last made progress
+    strikes: int = 0  # deaths of engines that it may be to blame for, since it last made progress
 
 
 @dataclass(slots=True, eq=False)
@@ -67,9 +67,9 @@ class Ledger:
                            ▲                          │
                            └──────────────────────────┘  the engine died; or (due: Abort) another one is on trial
 
-    A death counts against the requests of the step that the engine died in. One that was in two such steps and made no
-    progress in between is suspected. As long as there are suspects, the engine gets one request at a time, suspects
-    first, until each of them has made progress or has died with the engine, alone.
+    A death counts against the requests of the step that the engine died in; between two steps, against all that it
+    knew. One that was hit twice and made no progress in between is suspected. As long as there are suspects, the engine
+    gets one request at a time, suspects first, until each of them has made progress or has died with the engine, alone.
     """
 
     def __init__(self, outputs: OutputProcessor) -> None:
@@ -114,18 +114,20 @@ class Ledger:
         return [*aborts, self._tell([next(iter(self._suspects.values()))])]
 
     def accept(self, update: SequenceOutput) -> bool:
-        """Takes note of what an engine says; False: nobody waits for it any more."""
+        """Takes note of what an engine says, and takes out what is here already; False: nobody waits for the rest."""
         progress = self._sequences.get(update.seq_id)
         if progress is None:
             return False
         entry = progress.entry
-        entry.strikes = 0
-        self._suspects.pop(entry.request_id, None)
         if update.metrics is not None:
             update.metrics = progress.add(update.metrics)
+        self._outputs.strike_out_held(update)
+        if update.advances:
+            entry.strikes = 0
+            self._suspects.pop(entry.request_id, None)
         if update.finish_reason is not None:
             self._forget(update.seq_id)
-        return True
+        return update.advances or bool(update.prompt_logprobs)
 
     def end(self, seq_id: int, reason: FinishReason, error: str | None = None) -> SequenceOutput:
         """The front-end ends a sequence; the engine is to be told so if it knows of it."""
@@ -145,13 +147,17 @@ class Ledger:
         progress = self._sequences.get(seq_id)
         return None if progress is None else (progress.entry.request_id, progress.request.choice)
 
-    def engine_died(self, in_step: Iterable[int]) -> str | None:
+    def engine_died(self, in_step: Collection[int]) -> str | None:
         """All that the engine knew is to be told again.
+
+        Args:
+            in_step: the seq_ids of the step that it died in; empty: it died between steps, of any that it knew.
 
         Returns:
             The request that is condemned: it has killed its engine while nothing else ran.
         """
-        hit = {id(p.entry): p.entry for p in map(self._sequences.get, in_step) if p is not None}
+        entries = {p.entry.request_id: p.entry for p in map(self._sequences.get, in_step) if p is not None}
+        hit = entries if in_step else self._in_engine
         alone = len(self._in_engine) == 1
         condemned = None
         for entry in hit.values():

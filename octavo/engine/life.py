@@ -101,15 +101,20 @@ class Life:
         self._socket.send(wire.encode(message))
 
     async def receive(self) -> wire.FromEngine:
-        message = wire.decode_from_engine(await self._socket.recv())
+        """The next message. Whoever is cancelled here has taken none: nothing is awaited once one is taken."""
+        await self._socket.poll()
+        message = self._take()
         self._remove_directory()
         return message
 
     def left_over(self) -> Iterator[wire.FromEngine]:
         """What had arrived and was not read."""
+        while zmq.Socket.shadow(self._socket).poll(0):
+            yield self._take()
+
+    def _take(self) -> wire.FromEngine:
         socket: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        while socket.poll(0):
-            yield wire.decode_from_engine(socket.recv(zmq.NOBLOCK))
+        return wire.decode_from_engine(socket.recv(zmq.NOBLOCK))
 
     async def ended(self) -> str:
         """Waits for the process to end; how it did."""

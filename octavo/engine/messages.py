@@ -70,6 +70,14 @@ class SequenceOutput:
     # With the finish reason; and so far, with the first token and that after each preemption.
     metrics: RequestMetrics | None = None
     error: str | None = None
+    position: int = 0  # of the token among those sampled for the sequence, in all lives
+    prompt_position: int = 0  # of the first of `prompt_logprobs` among all of them
+
+    @property
+    def advances(self) -> bool:
+        """Whether the sequence got on. Logprobs of its prompt do not count: another engine would have to compute that
+        prompt from its start."""
+        return self.token_id is not None or self.finish_reason is not None
 
 
 @dataclass(slots=True)

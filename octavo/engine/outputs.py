@@ -48,7 +48,6 @@ class _Live:
     params: SamplingParams
     choices: list[_Choice]
     metrics: list[RequestMetrics] = field(default_factory=list)  # of the choices that are finished
-    num_repeated: int = 0  # prompt logprobs that are here and will come again
 
 
 class OutputProcessor:
@@ -79,14 +78,21 @@ class OutputProcessor:
 
     def resume(self, request: SequenceRequest) -> SequenceRequest:
         """What an engine that knows nothing of a sequence is to be told, so that it goes on where it stands here."""
-        live, choice = self._live[request.seq_id]
+        _, choice = self._live[request.seq_id]
         sampled = choice.completion.token_ids
         if request.params.prompt_logprobs is None:
             return replace(request, sampled=list(sampled))
         if sampled:  # all of the prompt's are here
             return replace(request, sampled=list(sampled), params=replace(request.params, prompt_logprobs=None))
-        live.num_repeated = len(live.output.prompt_logprobs or [None]) - 1
         return request
+
+    def strike_out_held(self, update: SequenceOutput) -> None:
+        """Takes out of an update all but what comes next: engines, or two stays in one, may compute the same twice."""
+        live, choice = self._live[update.seq_id]
+        if update.position != len(choice.completion.token_ids):
+            update.token_id = update.logprobs = None
+        held = len(live.output.prompt_logprobs or [None]) - 1
+        update.prompt_logprobs = update.prompt_logprobs[max(0, held - update.prompt_position) :]
 
     def process(self, updates: Iterable[SequenceOutput | BeamOutput]) -> tuple[list[RequestOutput], list[int]]:
         """Takes what one step did.
@@ -122,9 +128,7 @@ class OutputProcessor:
     def _take(self, live: _Live, choice: _Choice, update: SequenceOutput) -> None:
         completion = choice.completion
         if live.output.prompt_logprobs is not None:
-            known = min(live.num_repeated, len(update.prompt_logprobs))
-            live.num_repeated -= known
-            live.output.prompt_logprobs += [self._with_text(entry) for entry in update.prompt_logprobs[known:]]
+            live.output.prompt_logprobs += [self._with_text(entry) for entry in update.prompt_logprobs]
         if live.params.max_tokens == 0:
             return  # the one token that was sampled is not asked for
         if update.token_id is not None:

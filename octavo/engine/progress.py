@@ -23,7 +23,7 @@ class Progress:
         self._step_timeout = step_timeout
         now = time.monotonic()
         self._sign = now  # when there was one
-        self._step_begun = now  # at the latest; if there is one
+        self._step_begun = now  # at the latest; if it is at work
         self._looked = now
         self._num_steps = 0
         self._vitals = Vitals("R", 0, 0.0)
@@ -33,8 +33,13 @@ class Progress:
         """A message came."""
         self._sign = time.monotonic()
 
-    def look(self, vitals: Vitals, num_steps: int, *, in_step: bool, idle: bool) -> bool:
-        """Takes in how the process is; whether it hangs."""
+    def look(self, vitals: Vitals, num_steps: int, *, at_work: bool, idle: bool) -> bool:
+        """Takes in how the process is; whether it hangs.
+
+        Args:
+            at_work: it is ready, and steps are to be expected: what it does between two of them counts with the next.
+            idle: it is ready, and they are not. Neither: it is loading.
+        """
         now = time.monotonic()
         stepped = num_steps > self._num_steps
         busy = vitals.cpu_seconds - self._vitals.cpu_seconds > BUSY_SHARE * (now - self._looked)
@@ -42,7 +47,7 @@ class Progress:
         held_up = now - self._looked > self._hang_timeout / 2  # this process was: it cannot tell
         if stepped or busy or reads or held_up or (idle and not vitals.stopped):
             self._sign = now
-        if stepped or not in_step:
+        if stepped or not at_work:
             self._step_begun = now
         self._looked, self._vitals, self._num_steps = now, vitals, num_steps
         if now - self._sign > self._hang_timeout:

@@ -21,7 +21,7 @@ Phase = Literal["loading", "ready", "restarting", "failed", "closed"]
 
 LOOKS = 10  # at the process, per hang_timeout
 MOST_SECONDS_BETWEEN_LOOKS = 1.0
-LASTING = 60.0  # seconds: who was there that long, and ready, has not failed even if there was nothing to do
+LASTING = 60.0  # seconds: who was ready for that long has not failed even if there was nothing to do
 LONGEST_DELAY = 30.0  # seconds before another start
 
 
@@ -58,7 +58,8 @@ class Owner(Protocol):
     def engine_ready(self, boot_report: BootReport) -> None:
         """A new engine is there, and knows nothing."""
 
-    def engine_said(self, message: wire.Stepped | wire.Answer) -> None: ...
+    def engine_said(self, message: wire.Stepped | wire.Answer) -> bool:
+        """Whether a request got on."""
 
     def engine_died(self, death: Death) -> bool:
         """Whether it is known what it died of, so that it may well live without that."""
@@ -106,6 +107,7 @@ class Supervisor:
         self._life: Life | None = None
         self._progress = Progress(hang_timeout, options.step_timeout)
         self._worth_it = False  # this life was
+        self._ready_since = 0.0  # if it is
         self._last_words: str | None = None  # of this life
         self._first_ready: asyncio.Future[BootReport] = asyncio.get_running_loop().create_future()
         self._first_ready.add_done_callback(lambda future: future.exception())  # perhaps nobody waits for it any more
@@ -231,12 +233,12 @@ class Supervisor:
         self._progress.heard()
         match message:
             case wire.Stepped() | wire.Answer():
-                self._worth_it |= isinstance(message, wire.Stepped)
-                self._owner.engine_said(message)
+                self._worth_it |= self._owner.engine_said(message)
             case wire.Loading(share):
                 self._enter("loading", f"the model is being loaded: {share:.0%}")
             case wire.Ready(boot_report):
                 self._enter("ready", "the engine is ready")
+                self._ready_since = time.monotonic()
                 log_event("engine_ready", {**boot_report.fields(), "num_restarts": self.num_restarts})
                 self._owner.engine_ready(boot_report)
                 if not self._first_ready.done():
@@ -249,13 +251,12 @@ class Supervisor:
     async def _watch(self, life: Life) -> None:
         """Kills the engine when it hangs."""
         interval = min(self.hang_timeout / LOOKS, MOST_SECONDS_BETWEEN_LOOKS)
-        start = time.monotonic()
         while True:
             await asyncio.sleep(interval)
-            self._worth_it |= self._phase == "ready" and time.monotonic() - start > LASTING
-            idle = self._phase == "ready" and not self._owner.has_work
-            recorder = life.recorder
-            if self._progress.look(life.vitals(), recorder.num_steps, in_step=bool(recorder.in_step), idle=idle):
+            ready, has_work = self._phase == "ready", self._owner.has_work
+            self._worth_it |= ready and time.monotonic() - self._ready_since > LASTING
+            signs = life.vitals(), life.recorder.num_steps
+            if self._progress.look(*signs, at_work=ready and has_work, idle=ready and not has_work):
                 life.kill()
 
 

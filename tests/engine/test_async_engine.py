@@ -196,6 +196,8 @@ def test_a_full_queue_refuses_all_of_a_call(slow_llama: Path) -> None:
     async def work(engine: AsyncLLMEngine) -> None:
         with pytest.raises(RequestError, match="6 sequences in one call; at most 5 may be unfinished"):
             await engine.submit(PROMPTS[:6], SHORT)
+        with pytest.raises(RequestError, match="6 sequences in one call"):  # before any prompt is looked at
+            await engine.submit([""] * 3, SamplingParams(n=2))
         running = await engine.submit(PROMPTS[:3], LONG)
         two = SamplingParams(n=2, max_tokens=200, ignore_eos=True)
         with pytest.raises(QueueFullError, match="3 sequences are unfinished; at most 5 may be") as refused:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, AsyncLLMEngine, OctavoError, SamplingParams
+from octavo.engine import supervisor
 from octavo.engine.life import vitals
 from tests.engine.async_helpers import answer, last, run, until
 from tests.engine.failing_engine import FAULTS, POISON, faulty
@@ -156,6 +157,7 @@ def test_requests_that_come_while_there_is_no_engine_wait(tiny_llama: Path) -> N
         ({"poison": "die", "poison_length": 30}, 2, "killed by signal 11"),
         ({"poison": "raise"}, 1, "exit code 1"),
         ({"poison": "wait"}, 1, "it hung: no sign of progress"),
+        ({"poison_taken_in": "die"}, 1, "killed by signal 11"),
     ],
 )
 def test_poison_is_found_and_the_innocent_finish(
@@ -163,10 +165,14 @@ def test_poison_is_found_and_the_innocent_finish(
 ) -> None:
     model = faulty(tiny_llama, tmp_path / "model", **faults)
     expected = undisturbed(tiny_llama, PROMPTS[:6], PARAMS[:6])
+    fatal = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    with LLM(str(tiny_llama), num_kv_blocks=1000, num_threads=1) as llm:
+        harmless = llm.generate(POISONED, fatal)[0].outputs[0].token_ids
+    most = max(0, faults.get("poison_length", 0) - len(POISONED["prompt_token_ids"]))
 
     async def work(engine: AsyncLLMEngine) -> None:
         prompts = [*PROMPTS[:3], *[POISONED] * count, *PROMPTS[3:6]]
-        params = [*PARAMS[:3], *[SamplingParams(max_tokens=50, ignore_eos=True)] * count, *PARAMS[3:6]]
+        params = [*PARAMS[:3], *[fatal] * count, *PARAMS[3:6]]
         streams = await engine.submit(prompts, params)
         outputs = await asyncio.gather(*map(last, streams))
         poisoned = outputs[3 : 3 + count]
@@ -176,8 +182,9 @@ def test_poison_is_found_and_the_innocent_finish(
             assert output.error is not None
             assert output.error.startswith("the engine died whenever it computed this request")
             assert reason in output.error
-            if "poison_length" in faults:
-                assert len(output.outputs[0].token_ids) <= 27  # the last ones may be lost with each engine
+            token_ids = output.outputs[0].token_ids  # up to the poison; the last ones may be lost with each engine
+            assert token_ids == harmless[: len(token_ids)]
+            assert len(token_ids) <= most
         # More where the last tokens before a death had not arrived, and so were progress once more.
         assert 2 + count <= engine.health.num_restarts < 10
         await until(lambda: engine.health.ready)
@@ -212,6 +219,54 @@ def test_a_step_that_never_ends_is_one_even_if_it_computes(tiny_llama: Path, tmp
         assert engine.health.num_restarts == 3
 
     run(model, work, options={"step_timeout": 0.5}, hang_timeout=3.0)
+
+
+def test_what_never_ends_between_two_steps_is_a_hang(tiny_llama: Path, tmp_path: Path) -> None:
+    model = faulty(tiny_llama, tmp_path / "model", poison_taken_in="burn")
+
+    async def work(engine: AsyncLLMEngine) -> None:
+        (stream,) = await engine.submit(POISONED, PARAMS[0])
+        output = await last(stream)
+        assert output.error is not None
+        assert "it hung: one step has taken more than 0.5 s" in output.error
+        assert engine.health.num_restarts == 3
+
+    run(model, work, options={"step_timeout": 0.5}, hang_timeout=3.0)
+
+
+def test_poison_that_reports_its_prompt_is_found(tiny_llama: Path, tmp_path: Path) -> None:
+    """Each engine dies in the prompt's last chunk, and has reported the first ones by then."""
+    model = faulty(tiny_llama, tmp_path / "model", poison="die", poison_start=12, step_seconds=0.02)
+    poisoned = {"prompt_token_ids": [40, POISON, *range(41, 53)]}
+
+    async def work(engine: AsyncLLMEngine) -> None:
+        params = SamplingParams(prompt_logprobs=0, max_tokens=30, ignore_eos=True)
+        (stream,) = await engine.submit(poisoned, params)
+        output = await last(stream)
+        assert output.error is not None
+        assert 1 < len(output.prompt_logprobs or []) <= 13
+        assert engine.health.num_restarts == 3
+
+    run(model, work, max_num_batched_tokens=4)
+
+
+def test_the_time_that_loading_takes_is_no_merit(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that end as soon as they are ready are given up, however long they have loaded."""
+    monkeypatch.setattr(supervisor, "LASTING", 0.8)
+    model = faulty(tiny_llama, tmp_path / "model", load_seconds=1.0)
+
+    async def work(engine: AsyncLLMEngine) -> None:
+        for deaths in range(3):
+            await until(lambda deaths=deaths: engine.health.ready and engine.health.num_restarts == deaths)
+            await asyncio.sleep(0.2)
+            assert engine.health.pid is not None
+            os.kill(engine.health.pid, signal.SIGKILL)
+        error = await asyncio.wait_for(engine.failure(), 5)
+        assert "the engine died 3 times in a row without having done anything" in str(error)
+
+    run(model, work, options={"max_failures": 3, "restart_delay": 0.01}, hang_timeout=1.0)
 
 
 def test_an_idle_engine_is_no_hang_but_a_stopped_one_is(tiny_llama: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 
+from octavo.engine import wire
 from octavo.engine.flight_recorder import FlightRecorder
-from octavo.engine.life import Vitals, vitals
+from octavo.engine.life import Life, Vitals, vitals
 from octavo.engine.progress import Progress
 from tests.engine.failing_engine import faulty
 
@@ -90,6 +94,41 @@ def test_a_front_end_that_is_interrupted_leaves_no_engine(tiny_llama: Path, tmp_
     assert "KeyboardInterrupt" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_who_stops_reading_loses_no_message_in_the_middle(tmp_path: Path, turns: int) -> None:
+    """After so many turns of the loop since messages came; what was not read is left over, from the first on."""
+
+    async def main() -> None:
+        life = object.__new__(Life)  # without a process
+        life._directory = None
+        with zmq.asyncio.Context() as context, zmq.Context() as other:
+            life._socket = context.socket(zmq.PAIR)
+            life._socket.bind(f"ipc://{tmp_path}/socket")
+            peer = other.socket(zmq.PAIR)
+            peer.connect(f"ipc://{tmp_path}/socket")
+            heard = []
+
+            async def listen() -> None:
+                while True:
+                    heard.append(await life.receive())
+
+            listener = asyncio.create_task(listen())
+            await asyncio.sleep(0.05)
+            sent = [wire.Loading(i / 4) for i in range(4)]
+            for message in sent:
+                peer.send(wire.encode(message))
+            time.sleep(0.05)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
+            assert heard + list(life.left_over()) == sent
+            peer.close(linger=0)
+            life._socket.close(linger=0)
+
+    asyncio.run(main())
+
+
 class TestFlightRecorder:
     def test_says_what_runs(self) -> None:
         file = FlightRecorder.create(4)
@@ -135,7 +174,7 @@ class TestProgress:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.progress = Progress(10.0, 100.0)
 
-    def look(self, seconds: int, *, state: str = "S", in_step: bool = True, idle: bool = False, **signs: float) -> bool:
+    def look(self, seconds: int, *, state: str = "S", at_work: bool = True, idle: bool = False, **signs: float) -> bool:
         """A look each second, at a process that shows so many signs a second: cpu, faults, steps."""
         for _ in range(seconds):
             self.now += 1.0
@@ -143,7 +182,7 @@ class TestProgress:
             self.faults += int(signs.get("faults", 0))
             self.steps += int(signs.get("steps", 0))
             vital = Vitals(state, self.faults, self.cpu)
-            if self.progress.look(vital, self.steps, in_step=in_step, idle=idle):
+            if self.progress.look(vital, self.steps, at_work=at_work, idle=idle):
                 return True
         return False
 
@@ -165,7 +204,7 @@ class TestProgress:
 
     def test_a_message_is_progress(self) -> None:
         for _ in range(20):
-            assert not self.look(9, in_step=False)
+            assert not self.look(9, at_work=False)
             self.progress.heard()
 
     def test_waiting_for_a_disk_is_no_hang(self) -> None:
@@ -181,7 +220,7 @@ class TestProgress:
 
     def test_what_is_no_step_may_take_its_time(self) -> None:
         """Loading a model."""
-        assert not self.look(1000, in_step=False, cpu=1.0)
+        assert not self.look(1000, at_work=False, cpu=1.0)
 
     def test_who_was_held_up_itself_does_not_judge(self) -> None:
         assert not self.look(1, steps=1)

@@ -94,6 +94,8 @@ outputs = st.builds(
     finish_reason=st.sampled_from([None, "stop", "length", "abort", "error"]),
     metrics=st.none() | st.builds(RequestMetrics, queue_time=scores, prefill_time=scores, decode_time=scores),
     error=st.none() | st.text(),
+    position=counts,
+    prompt_position=counts,
 )
 
 
