@@ -90,7 +90,7 @@ class LiveServer:
     def __enter__(self) -> LiveServer:
         self._thread.start()
         assert self._started.wait(60)
-        assert self._thread.is_alive(), "the engine did not start"
+        assert hasattr(self, "_uvicorn"), "the engine did not start"
         return self
 
     def __exit__(
