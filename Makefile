@@ -42,6 +42,7 @@ bench: $(VENV)/.dev  ## the benchmarks that need no peer; those of docs/performa
 	$(BIN)/octavo bench throughput $(BF16) --input-len 32:512 --output-len 16:256 --json benchmarks/results/throughput.json
 	$(BIN)/python benchmarks/overload.py --model $(MODEL) --json benchmarks/results/overload.json
 	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
+	$(BIN)/python benchmarks/server_load.py --model $(MODEL) --json benchmarks/results/server-load.json
 
 sanitize: $(VENV)/.dev  ## the native runtime under the thread, address and undefined-behaviour sanitizers
 	PYTHON=$(abspath $(BIN))/python csrc/tests/sanitize.sh
