@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -73,12 +74,14 @@ class AsyncLLMEngine:
             ConfigError: an option cannot be honoured on this machine.
             OctavoError: the engine process died as it loaded the model.
         """
+        # To fetch a model may take an hour, in which an engine process would seem to hang.
+        config = replace(config, model=str((await asyncio.to_thread(resolve_model, config.model)).absolute()))
         dispatcher = Dispatcher(config.max_num_seqs + max_waiting)
         reading = asyncio.create_task(asyncio.to_thread(_Model.read, config))
 
         async def first_message() -> wire.Start:
             model = await asyncio.shield(reading)
-            return wire.Start(replace(config, model=model.path), model.vocab_size, log_level())
+            return wire.Start(config, model.vocab_size, log_level())
 
         supervisor = Supervisor(
             dispatcher,
@@ -230,18 +233,16 @@ class AsyncLLMEngine:
 class _Model:
     """What the front-end knows of the model: all but the weights."""
 
-    path: str
     config: ModelConfig
     tokenizer: Tokenizer
 
     @classmethod
     def read(cls, config: EngineConfig) -> _Model:
-        path = resolve_model(config.model).absolute()
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(Path(config.model))
         tokenizer = load_tokenizer(
             checkpoint.path, checkpoint.metadata, checkpoint.config, checkpoint.generation_config
         )
-        return cls(str(path), model_config(checkpoint.config, checkpoint.generation_config), tokenizer)
+        return cls(model_config(checkpoint.config, checkpoint.generation_config), tokenizer)
 
     @property
     def vocab_size(self) -> int:

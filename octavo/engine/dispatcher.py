@@ -24,7 +24,7 @@ from octavo.outputs import FinishReason, RequestOutput
 from octavo.tokenizer import Tokenizer
 from octavo.worker import BootReport
 
-RATE_OVER = 32  # finished requests, by which it is foretold when there will be room
+RATE_OVER = 32  # finished sequences, by which it is foretold when there will be room
 LONGEST_RETRY = 60  # seconds
 
 
@@ -54,7 +54,8 @@ class Dispatcher:
         self._streams: dict[str, weakref.ref[RequestStream]] = {}
         self._questions: dict[int, asyncio.Future[wire.Answer | None]] = {}
         self._num_questions = 0
-        self._finish_times: deque[float] = deque(maxlen=RATE_OVER)
+        self._finish_times: deque[float] = deque(maxlen=RATE_OVER)  # of sequences, since there was last nothing to do
+        self._busy_since = 0.0  # if it is
 
     def begin(self, tokenizer: Tokenizer, supervisor: Supervisor) -> None:
         """Once the model is known."""
@@ -129,16 +130,16 @@ class Dispatcher:
     def engine_ready(self, boot_report: BootReport) -> None:
         self._tell()
 
-    def engine_said(self, message: wire.Stepped | wire.Answer) -> bool:
+    def engine_said(self, message: wire.Stepped | wire.Answer) -> int:
         if isinstance(message, wire.Answer):
             question = self._questions.pop(message.number, None)
             if question is not None and not question.done():
                 question.set_result(message)
-            return False
+            return 0
         news = [update for update in message.outputs if self.ledger.accept(update)]
         self._deliver(news)
         self._tell()
-        return any(update.advances for update in news)
+        return sum(update.advances for update in news)
 
     def engine_died(self, death: Death) -> bool:
         self._close_questions()
@@ -166,18 +167,20 @@ class Dispatcher:
             seen.add(request_id)
 
     def _seconds_until(self, count: int) -> int:
-        """After which so many requests are likely to have finished, by the last ones that did."""
+        """After which so many sequences are likely to have finished, by the last ones that did."""
         times = self._finish_times
-        if len(times) < 2:
-            return 1
-        each = (time.monotonic() - times[0]) / len(times)
+        first = times[0] if len(times) == RATE_OVER else self._busy_since
+        each = (time.monotonic() - first) / max(1, len(times))
         return max(1, min(math.ceil(count * each), LONGEST_RETRY))
 
     def _add(self, submission: Submission) -> RequestStream:
         request_id, request = submission.request_id, submission.request
         self.outputs.add(request_id, submission.prompt, request)
         self.ledger.add(request_id, request.sequences)
-        self.idle.clear()
+        if self.idle.is_set():
+            self.idle.clear()
+            self._finish_times.clear()
+            self._busy_since = time.monotonic()
         stream = RequestStream(request_id, self.abort)
 
         def let_go(reader: weakref.ref[RequestStream]) -> None:  # in whatever thread collects the garbage
@@ -217,7 +220,7 @@ class Dispatcher:
             stream.put(output)
         if output.finished:
             del self._streams[output.request_id]
-            self._finish_times.append(time.monotonic())
+            self._finish_times.extend([time.monotonic()] * len(output.outputs))
             if not len(self.ledger):
                 self.idle.set()
 

@@ -34,7 +34,11 @@ class FlightRecorder:
     def create(max_num_seqs: int) -> int:
         """A descriptor of the memory for steps of so many sequences; pages are committed as they are written."""
         file = os.memfd_create("octavo-flight-recorder")
-        os.ftruncate(file, (_IDS + max_num_seqs) * _WORD)
+        try:
+            os.ftruncate(file, (_IDS + max_num_seqs) * _WORD)
+        except OSError:
+            os.close(file)
+            raise
         return file
 
     def begin_step(self, seq_ids: Sequence[int]) -> None:

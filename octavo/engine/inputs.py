@@ -217,7 +217,7 @@ def _further_choices(first: SequenceRequest, num_choices: int) -> Iterator[Seque
     """The request's other sequences; the prompt's logprobs are computed once, by the first."""
     params = replace(first.params, prompt_logprobs=None)
     for choice in range(1, num_choices):
-        yield replace(first, seq_id=first.seq_id + choice, choice=choice, tokens=list(first.tokens), params=params)
+        yield replace(first, seq_id=first.seq_id + choice, choice=choice, params=params)
 
 
 def _check_ids(name: str, ids: Iterable[object], size: int) -> None:

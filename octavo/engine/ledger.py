@@ -174,12 +174,13 @@ class Ledger:
     # Inside
 
     def _tell(self, entries: list[_Entry]) -> wire.Add:
-        sequences = []
+        requests = []
         for entry in entries:
             del self._waiting[entry.request_id]
             self._in_engine[entry.request_id] = entry
-            sequences += [self._outputs.resume(progress.request) for progress in entry.sequences.values()]
-        return wire.Add(sequences)
+            sequences = [self._outputs.resume(progress.request) for progress in entry.sequences.values()]
+            requests.append(wire.Group.of(sequences))
+        return wire.Add(requests)
 
     def _withdraw(self, entry: _Entry) -> wire.Abort:
         """What is still on its way from the engine comes before anything of who takes its place."""

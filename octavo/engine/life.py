@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +23,17 @@ from octavo.errors import OctavoError
 
 ENGINE_MODULE = "octavo.engine.process"  # whose main() is the engine process
 
-# The child finds its modules where this process does, and nowhere else.
+# The child finds its modules where this process does, and nowhere else. A SIGTERM to all processes of a group is for
+# the front-end, which drains; a handler that does nothing, unlike SIG_IGN, is not handed on to what the child starts.
 _BOOT = (
+    "import signal; signal.signal(signal.SIGTERM, lambda *_: None); "
     "import sys; _, module, address, parent, recorder, *sys.path = sys.argv; "
     "from importlib import import_module; import_module(module).main(address, int(parent), int(recorder))"
 )
 SECONDS_BETWEEN_POLLS = 0.05
+_SOCKET = "engine"  # the name of its file
 _LONGEST_ADDRESS = 107  # bytes of a Unix socket's path
+_LONGEST_STAT = 4096  # bytes
 _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 
 
@@ -51,13 +55,32 @@ class Vitals:
 
 
 def vitals(pid: int) -> Vitals:
-    """Read from /proc/PID/stat (man 5 proc); of a process that is not there: dead."""
+    """Of a process that is not there: dead."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        file = _open_stat(pid)
     except (FileNotFoundError, ProcessLookupError):
-        return Vitals("X", 0, 0.0)
-    fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold anything
-    return Vitals(fields[0], int(fields[9]), (int(fields[11]) + int(fields[12])) * _TICK)
+        return _GONE
+    try:
+        return _read_stat(file)
+    finally:
+        os.close(file)
+
+
+_GONE = Vitals("X", 0, 0.0)
+
+
+def _open_stat(pid: int) -> int:
+    return os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _read_stat(file: int) -> Vitals:
+    """An open /proc/PID/stat (man 5 proc) tells of that process alone, even if its number is given to another."""
+    try:
+        stat = os.pread(file, _LONGEST_STAT, 0)
+    except ProcessLookupError:
+        return _GONE
+    fields = stat.rpartition(b")")[2].split()  # the name in parentheses may hold anything
+    return Vitals(fields[0].decode(), int(fields[9]), (int(fields[11]) + int(fields[12])) * _TICK)
 
 
 class Life:
@@ -67,35 +90,47 @@ class Life:
     its first word: nothing is left behind even if this process is killed.
     """
 
-    def __init__(self, module: str, max_num_seqs: int) -> None:
-        """Starts the process; to be called on the loop that is to hear of it."""
-        self._directory: Path | None = Path(tempfile.mkdtemp(prefix="octavo-"))
-        path = self._directory / "engine"
-        if len(os.fsencode(path)) > _LONGEST_ADDRESS:
-            raise OctavoError(f"{path}: a socket's path has at most {_LONGEST_ADDRESS} bytes; choose a shorter TMPDIR")
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # what waits here is bounded by the requests that may be unfinished
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(f"ipc://{path}")
-        file = FlightRecorder.create(max_num_seqs)
-        arguments = [module, f"ipc://{path}", str(os.getpid()), str(file)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *arguments, *sys.path],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # as stderr: what this process prints on stdout may be meant for a program
-            pass_fds=[file],
-            start_new_session=True,  # a Ctrl-C in the terminal is for the front-end, which then ends the engine
-        )
-        self.recorder = FlightRecorder(file)
+    def __init__(self, module: str, max_num_seqs: int, context: zmq.asyncio.Context) -> None:
+        """Starts the process; to be called on the loop that is to hear of it.
+
+        Args:
+            context: outlives this life. To make one takes file descriptors, without which ZeroMQ ends the process.
+
+        Raises:
+            OSError, zmq.ZMQError: there are no more processes, file descriptors or memory; nothing is left of the try.
+        """
+        with ExitStack() as undo:
+            self._directory: Path | None = Path(tempfile.mkdtemp(prefix="octavo-"))
+            undo.callback(self._remove_directory)
+            path = self._directory / _SOCKET
+            if len(os.fsencode(path)) > _LONGEST_ADDRESS:
+                raise OctavoError(
+                    f"{path}: a socket's path has at most {_LONGEST_ADDRESS} bytes; choose a shorter TMPDIR"
+                )
+            self._socket = context.socket(zmq.PAIR)
+            undo.callback(self._socket.close, linger=0)
+            self._socket.setsockopt(zmq.SNDHWM, 0)  # what waits here is bounded by the requests that may be unfinished
+            self._socket.setsockopt(zmq.RCVHWM, 0)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.bind(f"ipc://{path}")
+            file = FlightRecorder.create(max_num_seqs)
+            self.recorder = FlightRecorder(os.dup(file))
+            undo.callback(self.recorder.close)
+            try:
+                self._process = _start(module, f"ipc://{path}", file)
+            finally:
+                os.close(file)
+            undo.callback(self._end)
+            self._stat = _open_stat(self.pid)
+            undo.pop_all()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def vitals(self) -> Vitals:
-        return vitals(self.pid)
+        """Needs no new file descriptor."""
+        return _read_stat(self._stat)
 
     def send(self, message: wire.ToEngine) -> None:
         self._socket.send(wire.encode(message))
@@ -130,14 +165,32 @@ class Life:
     def close(self) -> None:
         """Gives everything back; the process has ended, or has been killed."""
         self._process.wait()
-        self._context.destroy(linger=0)
+        self._socket.close(linger=0)
+        os.close(self._stat)
         self.recorder.close()
         self._remove_directory()
 
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
     def _remove_directory(self) -> None:
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            with suppress(OSError):  # not rmtree, which opens files
+                (self._directory / _SOCKET).unlink(missing_ok=True)
+                self._directory.rmdir()
             self._directory = None
+
+
+def _start(module: str, address: str, recorder: int) -> subprocess.Popen[bytes]:
+    arguments = [module, address, str(os.getpid()), str(recorder)]
+    return subprocess.Popen(
+        [sys.executable, "-c", _BOOT, *arguments, *sys.path],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # as stderr: what this process prints on stdout may be meant for a program
+        pass_fds=[recorder],
+        start_new_session=True,  # a Ctrl-C in the terminal is for the front-end, which then ends the engine
+    )
 
 
 async def _exit_of(pid: int) -> None:

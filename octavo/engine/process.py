@@ -153,7 +153,8 @@ def _serve(core: EngineCore, channel: Channel) -> NoReturn:
 
 def _take(message: wire.ToEngine, core: EngineCore, channel: Channel) -> None:
     match message:
-        case wire.Add(sequences):
+        case wire.Add(requests):
+            sequences = [sequence for request in requests for sequence in request.sequences()]
             refused = [output for output in (_add(core, sequence) for sequence in sequences) if output is not None]
             if refused:
                 channel.send(wire.Stepped(refused))

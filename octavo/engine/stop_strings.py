@@ -23,7 +23,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         """`include` keeps the stop string in the text."""
-        self._stops = stops
+        self._matchers = [_Matcher(stop) for stop in stops]
         self._include = include
         self._held = ""
 
@@ -32,15 +32,17 @@ class StopStrings:
 
         Without `check` a stop string that ends in `text` does not count; one that only begins there may.
         """
-        if not self._stops:
+        if not self._matchers:
             return text, None
+        ends = [(matcher.feed(text, check=check), matcher.stop) for matcher in self._matchers]
         whole = self._held + text
-        match = self._first(whole) if check else None
-        if match is not None:
-            end, stop = match
+        met = min(((end, -len(stop), stop) for end, stop in ends if end is not None), default=None)
+        if met is not None:
+            end, _, stop = met
+            end += len(self._held)
             self._held = ""
             return whole[: end if self._include else end - len(stop)], stop
-        shown = len(whole) - max(_overlap(whole, stop) for stop in self._stops)
+        shown = len(whole) - max(matcher.length for matcher in self._matchers)
         self._held = whole[shown:]
         return whole[:shown], None
 
@@ -49,19 +51,44 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _first(self, whole: str) -> tuple[int, str] | None:
-        """The stop string that ends first past what was held, and its end."""
-        found = []
-        for stop in self._stops:
-            start = whole.find(stop, max(0, len(self._held) - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), stop))
-        return min(found, key=lambda match: (match[0], -len(match[1])), default=None)
 
+class _Matcher:
+    """How much of one stop string the text ends with (Knuth, Morris, Pratt 1977): a few operations a character,
+    whatever text and stop string are. The table is made as far as the text has come into the stop string.
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` without being all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    Attributes:
+        length: of the longest end of the text that begins `stop` without being all of it.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0
+        self._borders = [0, 0]  # by length: of the longest proper end of so much of `stop` that begins it too
+
+    def feed(self, text: str, *, check: bool) -> int | None:
+        """Where in `text` the stop string is complete for the first time; without `check`, that is passed over."""
+        stop, length, place = self.stop, self.length, 0
+        while place < len(text):
+            if length == 0:  # nearly always
+                place = text.find(stop[0], place)
+                if place < 0:
+                    break
+            length = self._longer(length, text[place])
+            place += 1
+            if length == len(stop):
+                if check:
+                    return place
+                length = self._border(length)
+        self.length = length
+        return None
+
+    def _longer(self, length: int, character: str) -> int:
+        while length and self.stop[length] != character:
+            length = self._border(length)
+        return length + (self.stop[length] == character)
+
+    def _border(self, length: int) -> int:
+        borders = self._borders
+        while len(borders) <= length:
+            borders.append(self._longer(borders[-1], self.stop[len(borders) - 1]))
+        return borders[length]

@@ -9,6 +9,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import zmq
+import zmq.asyncio
+
 from octavo.config import EngineConfig
 from octavo.engine import wire
 from octavo.engine.life import ENGINE_MODULE, Life
@@ -22,6 +25,7 @@ Phase = Literal["loading", "ready", "restarting", "failed", "closed"]
 LOOKS = 10  # at the process, per hang_timeout
 MOST_SECONDS_BETWEEN_LOOKS = 1.0
 LASTING = 60.0  # seconds: who was ready for that long has not failed even if there was nothing to do
+RICH = 64  # tokens, of all requests together: fewer are not worth a start again and again
 LONGEST_DELAY = 30.0  # seconds before another start
 
 
@@ -29,6 +33,7 @@ LONGEST_DELAY = 30.0  # seconds before another start
 class SupervisorOptions:
     step_timeout: float = 1800.0  # seconds that one step may take, though the process computes all the time
     max_failures: int = 5  # lives in a row that brought nothing; then the supervisor gives up
+    max_poor_lives: int = 20  # lives in a row that brought fewer than RICH tokens; likewise
     restart_delay: float = 0.25  # seconds before the start that follows such a life; four times as long after each
     module: str = ENGINE_MODULE  # for tests: an engine that fails
 
@@ -58,8 +63,8 @@ class Owner(Protocol):
     def engine_ready(self, boot_report: BootReport) -> None:
         """A new engine is there, and knows nothing."""
 
-    def engine_said(self, message: wire.Stepped | wire.Answer) -> bool:
-        """Whether a request got on."""
+    def engine_said(self, message: wire.Stepped | wire.Answer) -> int:
+        """By how many tokens, or ends, requests got on."""
 
     def engine_died(self, death: Death) -> bool:
         """Whether it is known what it died of, so that it may well live without that."""
@@ -104,9 +109,12 @@ class Supervisor:
         self._max_num_seqs = max_num_seqs
         self._phase: Phase = "loading"
         self._why = "the engine process is being started"
+        self._context = zmq.asyncio.Context()
+        self._context.socket(zmq.PAIR).close()  # so that all is there that it needs for those to come
         self._life: Life | None = None
         self._progress = Progress(hang_timeout, options.step_timeout)
-        self._worth_it = False  # this life was
+        self._num_tokens = 0  # that this life brought, or ends
+        self._lasted = False  # this life did
         self._ready_since = 0.0  # if it is
         self._last_words: str | None = None  # of this life
         self._first_ready: asyncio.Future[BootReport] = asyncio.get_running_loop().create_future()
@@ -152,6 +160,7 @@ class Supervisor:
         self._enter("closed", "the engine was closed")
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._context.destroy(linger=0)
 
     # Inside
 
@@ -160,7 +169,7 @@ class Supervisor:
             self._phase, self._why = phase, why
 
     async def _run(self) -> None:
-        failures = 0
+        barren = poor = 0  # lives in a row
         while True:
             death = await self._live()
             self._enter("restarting", f"the engine died ({death.reason}) and is started again")
@@ -168,16 +177,27 @@ class Supervisor:
             if not self._first_ready.done():
                 raise OctavoError(f"the engine process ended as it loaded the model: {death.reason}")
             self._first_ready.result()
-            explained = self._owner.engine_died(death)
-            failures = 0 if self._worth_it or explained else failures + 1
-            if failures >= self.options.max_failures:
-                raise OctavoError(
-                    f"the engine died {failures} times in a row without having done anything, the last time: "
-                    f"{death.reason}; see what it wrote on stderr"
-                )
+            if self._owner.engine_died(death) or self._lasted or self._num_tokens >= RICH:
+                barren = poor = 0
+            else:
+                poor += 1
+                barren = 0 if self._num_tokens else barren + 1
+            self._check_worth(barren, poor, death)
             self.num_restarts += 1
-            if failures:
-                await asyncio.sleep(min(self.options.restart_delay * 4 ** (failures - 1), LONGEST_DELAY))
+            if barren:
+                await asyncio.sleep(min(self.options.restart_delay * 4 ** (barren - 1), LONGEST_DELAY))
+
+    def _check_worth(self, barren: int, poor: int, death: Death) -> None:
+        """Whether another start is worth while, after so many lives in a row that brought nothing, or little."""
+        if barren >= self.options.max_failures:
+            times, what = barren, "without having done anything"
+        elif poor >= self.options.max_poor_lives:
+            times, what = poor, f"each time before it had done {RICH} tokens"
+        else:
+            return
+        raise OctavoError(
+            f"the engine died {times} times in a row {what}, the last time: {death.reason}; see what it wrote on stderr"
+        )
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
         """There will be no other life."""
@@ -195,11 +215,11 @@ class Supervisor:
 
     async def _live(self) -> Death:
         """One life, from its start to its end."""
-        self._worth_it, self._last_words = False, None
+        self._num_tokens, self._lasted, self._last_words = 0, False, None
         self._progress = Progress(self.hang_timeout, self.options.step_timeout)
         try:
-            life = self._life = Life(self.options.module, self._max_num_seqs)
-        except OSError as error:  # no memory, no more processes: that may pass
+            life = self._life = Life(self.options.module, self._max_num_seqs, self._context)
+        except (OSError, zmq.ZMQError) as error:  # no memory, processes or file descriptors: that may pass
             return Death(f"it cannot be started: {error}", [])
         ended = asyncio.create_task(life.ended())
         helpers = [asyncio.create_task(self._listen(life)), asyncio.create_task(self._watch(life))]
@@ -233,7 +253,7 @@ class Supervisor:
         self._progress.heard()
         match message:
             case wire.Stepped() | wire.Answer():
-                self._worth_it |= self._owner.engine_said(message)
+                self._num_tokens += self._owner.engine_said(message)
             case wire.Loading(share):
                 self._enter("loading", f"the model is being loaded: {share:.0%}")
             case wire.Ready(boot_report):
@@ -254,7 +274,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(interval)
             ready, has_work = self._phase == "ready", self._owner.has_work
-            self._worth_it |= ready and time.monotonic() - self._ready_since > LASTING
+            self._lasted |= ready and time.monotonic() - self._ready_since > LASTING
             signs = life.vitals(), life.recorder.num_steps
             if self._progress.look(*signs, at_work=ready and has_work, idle=ready and not has_work):
                 life.kill()

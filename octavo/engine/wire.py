@@ -12,6 +12,8 @@ One life of an engine process has one socket: what a dead one has sent cannot be
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -30,10 +32,39 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     log_level: int  # of the logger `octavo`
 
 
-class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Compute these, of one or several requests; of each, what an engine that died had sampled is kept apart."""
+class Choice(msgspec.Struct, frozen=True, array_like=True):
+    """A further sequence of a request: all else is as in the first one that is there."""
 
-    sequences: list[SequenceRequest]
+    choice: int
+    sampled: list[int]
+
+
+class Group(msgspec.Struct, frozen=True):
+    """The unfinished sequences of one request: its prompt and its parameters are there once, however many these are. Of
+    each sequence, what an engine that died had sampled is kept apart."""
+
+    first: SequenceRequest
+    further: list[Choice]
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceRequest]) -> Group:
+        first, *further = sequences
+        return cls(first, [Choice(sequence.choice, sequence.sampled) for sequence in further])
+
+    def sequences(self) -> Iterator[SequenceRequest]:
+        """Logprobs of the prompt are the first one's business; seq_ids follow each other as choices do."""
+        yield self.first
+        params = replace(self.first.params, prompt_logprobs=None) if self.further else self.first.params
+        for further in self.further:
+            seq_id = self.first.seq_id - self.first.choice + further.choice
+            choice, sampled = further.choice, further.sampled
+            yield replace(self.first, seq_id=seq_id, choice=choice, sampled=sampled, params=params)
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Compute these requests."""
+
+    requests: list[Group]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -34,6 +34,7 @@ class FailingExecutor(LocalExecutor):
     - load_seconds: loading takes so much longer, asleep
     - step_seconds: each step takes so long, asleep
     - burn_seconds: each step takes so long, computing
+    - dies_after: is killed in the step that follows so many
     - poison: what happens ("die", "raise", "wait") in a step with a sequence that has POISON in its prompt
     - poison_length: and so many tokens
     - poison_start: and that many tokens are computed already
@@ -45,6 +46,7 @@ class FailingExecutor(LocalExecutor):
         file = Path(config.model) / FAULTS
         self._faults = json.loads(file.read_text()) if file.exists() else {}
         self._lengths: dict[int, int] = {}  # of poisoned sequences
+        self._num_steps = 0
         time.sleep(self._faults.get("load_seconds", 0))
         if self._faults.get("dies_at_load"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -56,6 +58,9 @@ class FailingExecutor(LocalExecutor):
         length, start = self._faults.get("poison_length", 0), self._faults.get("poison_start", 0)
         if any(self._lengths[seq_id] >= length and starts[seq_id] >= start for seq_id in poisoned):
             self._fail()
+        if self._num_steps == self._faults.get("dies_after"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._num_steps += 1
         time.sleep(self._faults.get("step_seconds", 0))
         end = time.monotonic() + self._faults.get("burn_seconds", 0)
         while time.monotonic() < end:

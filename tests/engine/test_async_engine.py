@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from octavo import (
     RequestError,
     SamplingParams,
 )
+from octavo.engine import async_llm_engine, dispatcher
 from tests.engine.async_helpers import answer, check_idle, last, run, until
 from tests.engine.failing_engine import faulty
 
@@ -264,6 +267,44 @@ def test_drain_lets_finish_what_can(slow_llama: Path) -> None:
             await engine.submit("too late", SHORT)
 
     run(slow_llama, work)
+
+
+def test_a_model_may_take_long_to_fetch(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine process waits for that, and would be taken to hang."""
+
+    def fetch(reference: str) -> Path:
+        assert reference == "somebody/model"
+        time.sleep(1.5)
+        return tiny_llama
+
+    monkeypatch.setattr(async_llm_engine, "resolve_model", fetch)
+
+    async def work(engine: AsyncLLMEngine) -> None:
+        assert engine.health.num_restarts == 0
+        assert (await last((await engine.submit("the fox", SHORT))[0])).error is None
+
+    run(Path("somebody/model"), work, hang_timeout=0.7)
+
+
+def test_retry_after_is_by_what_happens_now(slow_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by requests that finished an hour ago."""
+
+    async def work(engine: AsyncLLMEngine) -> None:
+        for _ in range(3):
+            await asyncio.gather(*map(last, await engine.submit(PROMPTS[:4], SHORT)))
+        monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3600))
+        streams = await engine.submit(PROMPTS[:4], LONG)
+        with pytest.raises(QueueFullError) as refused:
+            await engine.submit("one", SHORT)
+        assert refused.value.retry_after == 1
+        monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3620))
+        with pytest.raises(QueueFullError) as refused:  # none has finished in 20 seconds
+            await engine.submit("one", SHORT)
+        assert 20 <= refused.value.retry_after <= 22
+        for stream in streams:
+            stream.abort()
+
+    run(slow_llama, work, max_num_seqs=2, max_waiting=2)
 
 
 @pytest.mark.parametrize(

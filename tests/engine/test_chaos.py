@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
+import resource
 import signal
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +308,77 @@ def test_an_engine_that_cannot_be_kept_up_is_given_up(tiny_llama: Path, tmp_path
             await engine.submit("too late", PARAMS[0])
 
     run(model, work, options={"max_failures": 3, "restart_delay": 0.01})
+
+
+def test_one_token_a_life_is_not_enough_for_ever(tiny_llama: Path, tmp_path: Path) -> None:
+    """Each life brings a token and dies: the request is no suspect, since it gets on, but there has to be an end."""
+    model = faulty(tiny_llama, tmp_path / "model", dies_after=1, step_seconds=0.01)
+
+    async def work(engine: AsyncLLMEngine) -> None:
+        (stream,) = await engine.submit("the fox", SamplingParams(max_tokens=200, ignore_eos=True))
+        error = await asyncio.wait_for(engine.failure(), 30)
+        assert "the engine died 4 times in a row each time before it had done 64 tokens" in str(error)
+        output = await last(stream)
+        assert (output.outputs[0].finish_reason, output.error) == ("error", str(error))
+        assert 1 <= len(output.outputs[0].token_ids) <= 4
+
+    run(model, work, options={"max_poor_lives": 4})
+
+
+def test_lives_that_bring_much_may_be_many(tiny_llama: Path, tmp_path: Path) -> None:
+    model = faulty(tiny_llama, tmp_path / "model", dies_after=supervisor.RICH + 10, step_seconds=0.001)
+    expected = undisturbed(tiny_llama, ["the fox"], [SamplingParams(seed=1, max_tokens=240, ignore_eos=True)])
+
+    async def work(engine: AsyncLLMEngine) -> None:
+        (stream,) = await engine.submit("the fox", SamplingParams(seed=1, max_tokens=240, ignore_eos=True))
+        assert [answer(await last(stream))] == expected
+        assert engine.health.num_restarts == 3
+
+    run(model, work, options={"max_poor_lives": 2})
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[Callable[[], None]]:
+    """This process can open none; to be called again when some may have been closed."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, limits[1]))
+    held = []
+
+    def hold() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+
+    try:
+        hold()
+        yield hold
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for file in held:
+            os.close(file)
+
+
+def test_no_more_files_are_a_pause(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is the engine given up at once, nor is anything left of the starts that failed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    expected = undisturbed(tiny_llama, PROMPTS[:2], PARAMS[:2])
+
+    async def work(engine: AsyncLLMEngine) -> None:
+        assert engine.health.pid is not None
+        with no_more_files() as hold:
+            os.kill(engine.health.pid, signal.SIGKILL)
+            async with asyncio.timeout(10):
+                while engine.health.num_restarts < 3:
+                    hold()
+                    await asyncio.sleep(0.001)
+            assert engine.health.alive
+            assert "Too many open files" in engine.health.reason
+        streams = await engine.submit(PROMPTS[:2], PARAMS[:2])
+        assert [answer(await last(stream)) for stream in streams] == expected
+
+    run(tiny_llama, work, options={"restart_delay": 0.05})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_engine_that_dies_at_its_first_start_is_an_error(tiny_llama: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Desk:
     def told(self) -> list[Any]:
         """What is due, short: ("add", [(seq_id, sampled)]) or ("abort", [seq_id])."""
         return [
-            ("add", [(s.seq_id, s.sampled) for s in message.sequences])
+            ("add", [(s.seq_id, s.sampled) for group in message.requests for s in group.sequences()])
             if isinstance(message, wire.Add)
             else ("abort", message.seq_ids)  # type: ignore[union-attr]
             for message in self.ledger.due()
@@ -106,7 +106,7 @@ def test_prompt_logprobs_are_asked_for_until_all_are_here_and_shown_once(desk: D
     desk.ledger.engine_died([])
     (again,) = desk.ledger.due()
     assert isinstance(again, wire.Add)
-    assert again.sequences[0].params.prompt_logprobs == 0
+    assert again.requests[0].first.params.prompt_logprobs == 0
     assert not desk.say(seq_id, None, prompt_logprobs=entries[:1])
     assert desk.say(seq_id, 9, prompt_logprobs=entries)
     assert not desk.say(seq_id, 9, prompt_logprobs=entries, position=0)
@@ -114,7 +114,7 @@ def test_prompt_logprobs_are_asked_for_until_all_are_here_and_shown_once(desk: D
     desk.ledger.engine_died([])
     (again,) = desk.ledger.due()
     assert isinstance(again, wire.Add)
-    assert (again.sequences[0].params.prompt_logprobs, again.sequences[0].sampled) == (None, [9])
+    assert (again.requests[0].first.params.prompt_logprobs, again.requests[0].first.sampled) == (None, [9])
 
 
 def test_suspects_are_tried_one_at_a_time(desk: Desk) -> None:

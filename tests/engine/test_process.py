@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +85,40 @@ def test_ctrl_c_is_not_for_the_engine(tiny_llama: Path, tmp_path: Path) -> None:
     model = faulty(tiny_llama, tmp_path / "model", step_seconds=0.01)
     with front_end(model, tmp_path, tmp_path / "log") as (process, engine):
         assert os.getsid(engine) == engine != os.getsid(process.pid)
+
+
+def test_a_sigterm_to_all_of_a_group_is_not_for_the_engine(tiny_llama: Path, tmp_path: Path) -> None:
+    """A service manager sends it to each process; the front-end drains, which takes an engine."""
+    model = faulty(tiny_llama, tmp_path / "model", step_seconds=0.01)
+    with front_end(model, tmp_path, tmp_path / "log") as (_, engine):
+        before = vitals(engine).cpu_seconds
+        for _ in range(20):
+            os.kill(engine, signal.SIGTERM)
+            time.sleep(0.02)
+        assert not gone(engine, 0.2)
+        assert vitals(engine).cpu_seconds > before  # and it goes on
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def no_process(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    async def main() -> None:
+        with zmq.asyncio.Context() as context:
+            context.socket(zmq.PAIR).close()
+            files = len(os.listdir("/proc/self/fd"))
+            with monkeypatch.context() as patch:
+                patch.setattr(subprocess, "Popen", no_process)
+                for _ in range(3):
+                    with pytest.raises(OSError, match="no more processes"):
+                        Life("nothing", 4, context)
+            await asyncio.sleep(0.1)  # ZeroMQ closes in a thread of its own
+            assert len(os.listdir("/proc/self/fd")) <= files
+
+    asyncio.run(main())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_front_end_that_is_interrupted_leaves_no_engine(tiny_llama: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,18 @@ class TestOnText:
             ("a lon", None), ("g ", None), ("ENV", None), (" ", None),
         ]  # fmt: skip
         assert finder.feed("Done") == ("", "END")
+
+    def test_hostile_stop_strings_cost_a_few_operations_a_character(self) -> None:
+        """16 of the longest, which the text nearly meets all the time, beside ones that it never begins."""
+
+        def seconds(stops: list[str]) -> float:
+            finder, start = StopStrings(stops), time.process_time()
+            for _ in range(4000):
+                assert finder.feed("aaaa")[1] is None
+            return time.process_time() - start
+
+        hostile = ["a" * (1000 + i) + "b" for i in range(16)]
+        assert seconds(hostile) < 20 * 16 * seconds(["b"])
 
     def test_no_stop_strings_hold_nothing_back(self) -> None:
         assert StopStrings(()).feed("abc") == ("abc", None)

@@ -102,10 +102,37 @@ outputs = st.builds(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(requests, max_size=3))
 def test_requests_arrive_as_they_were_sent(sequences: list[SequenceRequest]) -> None:
-    message = wire.Add(sequences)
+    message = wire.Add([wire.Group.of([sequence]) for sequence in sequences])
     arrived = wire.decode_to_engine(wire.encode(message))
     assert arrived == message
     assert repr(arrived) == repr(message)  # 1 == 1.0 == True, and -0.0 == 0.0
+
+
+def choices(count: int, length: int, first: int = 0) -> list[SequenceRequest]:
+    """Of one request, as they stand after a death; the first of them reports its prompt."""
+    params = SamplingParams(n=128, prompt_logprobs=3)
+    prompt = SequenceRequest(7 + first, [30000] * length, params, 5, 99, frozenset({0}), 1, 2.0, first)
+    further = replace(params, prompt_logprobs=None)
+    return [
+        prompt,
+        *(
+            replace(prompt, seq_id=7 + choice, choice=choice, params=further, sampled=[choice])
+            for choice in range(first + 1, first + count)
+        ),
+    ]
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_the_choices_of_a_request_arrive(first: int) -> None:
+    sent = [choice for choice in choices(9, 4, first) if choice.choice != 5]  # which is finished
+    arrived = wire.decode_to_engine(wire.encode(wire.Add([wire.Group.of(sent)])))
+    assert isinstance(arrived, wire.Add)
+    assert list(arrived.requests[0].sequences()) == sent
+
+
+def test_a_prompt_is_sent_once_however_many_choices_it_has() -> None:
+    one, many = (len(wire.encode(wire.Add([wire.Group.of(choices(count, 10_000))]))) for count in (1, 128))
+    assert many < one + 128 * 16
 
 
 @settings(max_examples=100, deadline=None)
@@ -150,8 +177,8 @@ def test_the_other_messages_arrive_as_they_were_sent() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        {"type": "add", "sequences": [{"seq_id": "one"}]},
-        {"type": "add", "sequences": 3},
+        {"type": "add", "requests": [{"first": {"seq_id": "one"}, "further": []}]},
+        {"type": "add", "requests": 3},
         {"type": "eval", "code": "1"},
         {"type": "ask", "number": 1, "what": "everything"},
         ["add"],
@@ -165,8 +192,8 @@ def test_what_is_no_message_is_refused(damage: Any) -> None:
 def test_parameters_are_checked_as_they_arrive() -> None:
     """As those that a caller may not give: the front-end is not the only one that could write to a socket."""
     request = SequenceRequest(0, [1], SamplingParams(), 0, 9, frozenset(), 0, 0.0)
-    sent = msgspec.msgpack.decode(wire.encode(wire.Add([request])))
-    sent["sequences"][0]["params"]["temperature"] = -1.0
+    sent = msgspec.msgpack.decode(wire.encode(wire.Add([wire.Group.of([request])])))
+    sent["requests"][0]["first"]["params"]["temperature"] = -1.0
     with pytest.raises(msgspec.ValidationError, match=r"temperature=-1\.0: must be"):
         wire.decode_to_engine(wire.encode(sent))
 
