@@ -29,6 +29,7 @@ FLOORS = {
     "tokenizer": 4,
     "sampling": 4,
     "structured": 4,
+    "collectives": 4,
     "backends": 5,
     "worker": 6,
     "executor": 7,
@@ -117,9 +118,9 @@ def test_the_native_runtime_is_called_by_its_backend_alone():
     assert [name for name in MODULES if NATIVE in imported(name)] == ["octavo.backends.cpu.native"]
 
 
-def test_torch_stays_in_its_backend():
+def test_torch_stays_in_its_backend_and_between_workers():
     for name in MODULES:
-        if not under(name, "octavo.backends.torch"):
+        if not under(name, "octavo.backends.torch") and name != "octavo.collectives.torch_distributed":
             assert not [t for t in imported(name) if under(t, "torch")], f"{name} imports torch"
 
 

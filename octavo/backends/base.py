@@ -113,13 +113,14 @@ class Backend(ABC):
         """Copy whole blocks before the next step, one after the other; returns when that is done."""
 
     @abstractmethod
-    def execute(self, batch: Batch, rows: SamplingRows) -> Sampled:
+    def execute(self, batch: Batch, rows: SamplingRows) -> Sampled | None:
         """Run one step: store K and V of every token, then sample from the logits of `batch.logit_rows`.
 
         In each layer all K and V of the step are stored before any are read: sequences may share blocks that the step
         fills.
 
-        `rows` and the result have one entry per logit row, in the order of `batch.logit_rows`.
+        `rows` and the result have one entry per logit row, in the order of `batch.logit_rows`. None: another worker
+        samples, see `Collectives.samples`.
         """
 
     def profiler(self) -> Profiler:

@@ -36,6 +36,14 @@ class Scheduler:
     A plan counts as done once it is made: its tokens as computed, the blocks that it fills as published. So a sequence
     finds what others compute in the same step, and a prefix is computed once even for requests that arrive together.
     That holds because every plan is executed; when a step fails, `fail` takes it back.
+
+    With a pipeline of workers several plans are in flight, and each worker executes them in order: what one gives up or
+    fills, the next may take or read. Only a token that is still to come holds a sequence up. A plan then takes no more
+    than its share of the sequences, so that every stage has something to do::
+
+        running     a b c d e f g h        depth 2
+        plans       a b c d                in flight
+                            e f g h        made meanwhile: a to d have no token to compute yet
     """
 
     def __init__(
@@ -46,6 +54,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         preemption_mode: PreemptionMode = "auto",
+        depth: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks = blocks
@@ -53,6 +62,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.preemption_mode = preemption_mode
+        self.depth = depth  # most plans that are made and not yet taken in by `update`
         self.clock = clock
         self.sequences: dict[int, Sequence] = {}  # all that are not finished
         self.running: list[Sequence] = []
@@ -62,7 +72,9 @@ class Scheduler:
         self._to_void: list[int] = []  # preempted since the last plan, and known to the workers
         self._totals = Totals()
         self._cost = StepCost()
-        self._planned_at = 0.0
+        self._num_in_flight = 0  # plans
+        self._late: set[int] = set()  # sequences that were preempted while their next token was in flight
+        self._planned_at = 0.0  # when the oldest plan in flight could begin
         self._slots_filled = 0  # summed over steps, as is the next
         self._slots_allocated = 0
 
@@ -123,22 +135,25 @@ class Scheduler:
         block_size = blocks.block_size
         budget = self.max_num_batched_tokens
         charge = self.policy.charge
+        share = self._share()
         head = self._first_in_line()
         index = 0
-        while True:
+        while len(plan.seq_ids) < share:
             sequence = running[index] if index < len(running) else None
             if head is not None and (sequence is None or head.key < sequence.key):
                 if not self._admit(head, index, budget, plan):
                     head = None  # nobody overtakes it
                     continue
-                sequence = head
+                sequence, admitted = head, True
                 head = self._first_in_line()
             elif sequence is None or budget == 0:
                 break
+            else:
+                admitted = False
             start = sequence.num_computed
             count = min(len(sequence.tokens) - start, budget)
-            if sequence.is_beam and count == 0:
-                index += 1  # it waits for the others of its group
+            if count == 0 and (sequence.is_beam or not admitted):
+                index += 1  # it waits for the others of its group, or for its token
                 continue
             end = start + count
             if end > sequence.room:
@@ -163,13 +178,19 @@ class Scheduler:
             plan.finished, self._to_forget = self._to_forget, []
             plan.preempted = [seq_id for seq_id in self._to_void if seq_id in self.sequences] + plan.preempted
             self._to_void = []
-            self._planned_at = self.clock()
+            if self._num_in_flight == 0:
+                self._planned_at = self.clock()
+            self._num_in_flight += 1
+        else:
+            self._to_void += plan.preempted
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
         """Takes the step's tokens in; returns the sequences that it finished."""
         now = self.clock()
+        self._num_in_flight -= 1
         self._measure(plan, result, now)
+        self._late.difference_update(plan.seq_ids)
         finished: list[Sequence] = []
         find = self.sequences.get
         for seq_id, token in zip(plan.seq_ids, result.token_ids, strict=True):
@@ -221,11 +242,13 @@ class Scheduler:
         return sequence
 
     def fail(self, plan: StepPlan) -> None:
-        """The step was not done, or not to its end: takes back that its tokens are computed and its blocks published.
+        """A step was not done, or not to its end: takes back that its tokens are computed and its blocks published. It is
+        the only one in flight.
 
         Who came in with it may have begun with blocks that it should have filled, or with a copy that was not made:
         these wait again. All others go on from where they were.
         """
+        self._num_in_flight -= 1
         self.blocks.withdraw_latest()
         planned = zip(plan.seq_ids, plan.starts, plan.num_tokens, strict=True)
         alive = [(self.sequences[seq_id], start, count) for seq_id, start, count in planned if seq_id in self.sequences]
@@ -281,6 +304,13 @@ class Scheduler:
             )
         return snapshot
 
+    def _share(self) -> int:
+        """How many sequences a plan takes at most."""
+        if self.depth == 1:
+            return self.max_num_seqs
+        able = min(len(self.running) + len(self.waiting) + len(self.policy), self.max_num_seqs)
+        return -(-able // self.depth)
+
     def _first_in_line(self) -> Sequence | None:
         """The first of those that wait; where nobody has a place and there is a seat, the policy names one."""
         head = self.waiting.peek()
@@ -318,9 +348,11 @@ class Scheduler:
         A twin of the sequence before it costs no budget, and only the block that its first own token goes into.
         """
         running, pool, groups = self.running, self.blocks.pool, len(self.blocks.windows)
+        if head.seq_id in self._late:
+            return False
         if len(running) == index and (index >= self.max_num_seqs or pool.num_available == 0):
             return False  # the usual answer, without a look at anything else
-        twin = self._twin(head, index)
+        twin = self._twin(head, index, plan)
         if twin is not None:
             prefix, needed, steps = twin.block_tables, groups * (len(head.tokens) < head.max_length - 1), 1
         elif budget > 0:
@@ -350,12 +382,12 @@ class Scheduler:
         self._introduce(head, plan)
         return True
 
-    def _twin(self, head: Sequence, index: int) -> Sequence | None:
+    def _twin(self, head: Sequence, index: int, plan: StepPlan) -> Sequence | None:
         """The sequence before it, if that has just been planned to the end of the prompt that is all the head has."""
         if head.group is None or index == 0 or len(head.tokens) != head.prompt_length:
             return None
         twin = self.running[index - 1]
-        ends = twin.num_computed == len(twin.tokens) == head.prompt_length
+        ends = twin.num_computed == len(twin.tokens) == head.prompt_length and plan.seq_ids[-1:] == [twin.seq_id]
         return twin if twin.group == head.group and ends else None
 
     def _survivors(self, index: int, needed: int, prefix: BlockTables, steps: int) -> int | None:
@@ -430,6 +462,8 @@ class Scheduler:
             case "failure":
                 totals.num_preemptions_failure += 1
         totals.num_preempted_tokens += sequence.num_computed
+        if self._num_in_flight and sequence.num_computed == len(sequence.tokens):
+            self._late.add(sequence.seq_id)
         sequence.num_preemptions += 1
         swap = reason != "failure" and self._swaps(sequence)
         totals.num_preemptions_swap += swap
@@ -466,6 +500,7 @@ class Scheduler:
         if num_swaps:
             self._cost.add_moves(num_swaps, result.move_seconds)
         self._cost.add_step(sum(plan.num_tokens), now - self._planned_at - result.move_seconds)
+        self._planned_at = now
 
     def _count_hits(self, sequence: Sequence) -> None:
         """Of a sequence that has just begun with what the prefix cache holds of it."""

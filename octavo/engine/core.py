@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 
 from octavo.config import EngineConfig
-from octavo.core import BlockManager, KVSnapshot, Scheduler, SchedulerStats, Sequence, make_policy
+from octavo.core import BlockManager, KVSnapshot, Scheduler, SchedulerStats, Sequence, StepPlan, make_policy
 from octavo.engine.beams import BeamSearches
 from octavo.engine.messages import BeamOutput, BeamRequest, SequenceOutput, SequenceRequest
+from octavo.errors import OctavoError
 from octavo.executor import Executor
 from octavo.metrics import log_event
 from octavo.outputs import FinishReason, RequestMetrics
@@ -32,8 +34,11 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             preemption_mode=config.preemption_mode,
+            depth=executor.depth,
         )
         self._beams = BeamSearches(self.scheduler)
+        self._in_flight: deque[StepPlan] = deque()
+        self._lost: BaseException | None = None  # what ended several steps in flight
         self._told: dict[int, int] = {}  # by seq_id: preemptions that the metrics last sent know of
 
     def add(self, request: SequenceRequest) -> None:
@@ -69,17 +74,26 @@ class EngineCore:
         self._beams.add(request)
 
     def step(self) -> list[SequenceOutput | BeamOutput]:
-        """One step for all that can run; empty when nothing is left.
+        """Submits as many steps as may be in flight, and waits for the oldest; empty when nothing is left.
 
-        When the executor raises, no sequence is lost: the next step does what this one should have done.
+        When the executor raises, no sequence is lost: the next step does what this one should have done. With several
+        in flight that cannot be told: no step may follow.
         """
-        plan = self.scheduler.schedule()
-        if not plan:
+        if self._lost is not None:
+            raise OctavoError("steps were lost, and with them what the workers know; make a new engine") from self._lost
+        while len(self._in_flight) < self.executor.depth and (plan := self.scheduler.schedule()):
+            self._in_flight.append(plan)
+            self.executor.submit(plan)
+        if not self._in_flight:
             return []
+        plan = self._in_flight.popleft()
         try:
-            result = self.executor.execute(plan)
-        except BaseException:
-            self.scheduler.fail(plan)
+            result = self.executor.collect()
+        except BaseException as error:
+            if self._in_flight or self.executor.depth > 1:
+                self._lost = error
+            else:
+                self.scheduler.fail(plan)
             raise
         finished = {sequence.seq_id: sequence for sequence in self.scheduler.update(plan, result)}
         outputs: list[SequenceOutput | BeamOutput] = []

@@ -42,13 +42,27 @@ class FlightRecorder:
         return file
 
     def begin_step(self, seq_ids: Sequence[int]) -> None:
-        words = self._words
-        words[_IDS : _IDS + len(seq_ids)] = memoryview(array("q", seq_ids))
-        words[_COUNT] = len(seq_ids)
-        words[_BEGUN] += 1
+        """A step is begun.
 
-    def end_step(self) -> None:
-        self._words[_DONE] = self._words[_BEGUN]
+        Args:
+            seq_ids: of all steps that are in flight then; a sequence may be in several.
+        """
+        self._write(seq_ids)
+        self._words[_BEGUN] += 1
+
+    def _write(self, seq_ids: Sequence[int]) -> None:
+        seq_ids = list(dict.fromkeys(seq_ids))
+        self._words[_IDS : _IDS + len(seq_ids)] = memoryview(array("q", seq_ids))
+        self._words[_COUNT] = len(seq_ids)
+
+    def end_step(self, in_flight: Sequence[int] = ()) -> None:
+        """The oldest step is done.
+
+        Args:
+            in_flight: the seq_ids of steps that have begun meanwhile.
+        """
+        self._write(in_flight)
+        self._words[_DONE] += 1
 
     @property
     def num_steps(self) -> int:
@@ -57,7 +71,7 @@ class FlightRecorder:
 
     @property
     def in_step(self) -> list[int]:
-        """The seq_ids of the step that has begun and is not done."""
+        """The seq_ids of the steps that have begun and are not done."""
         words = self._words
         if words[_BEGUN] == words[_DONE]:
             return []

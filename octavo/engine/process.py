@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -40,15 +41,25 @@ class RecordedExecutor(Executor):
     def __init__(self, executor: Executor, recorder: FlightRecorder) -> None:
         self._executor = executor
         self._recorder = recorder
+        self._in_flight: deque[list[int]] = deque()  # seq_ids of steps
 
     @property
     def boot_report(self) -> BootReport:
         return self._executor.boot_report
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        self._recorder.begin_step(plan.seq_ids)
-        result = self._executor.execute(plan)
-        self._recorder.end_step()
+    @property
+    def depth(self) -> int:
+        return self._executor.depth
+
+    def submit(self, plan: StepPlan) -> None:
+        self._in_flight.append(plan.seq_ids)
+        self._recorder.begin_step([seq_id for seq_ids in self._in_flight for seq_id in seq_ids])
+        self._executor.submit(plan)
+
+    def collect(self) -> StepResult:
+        result = self._executor.collect()
+        self._in_flight.popleft()
+        self._recorder.end_step([seq_id for seq_ids in self._in_flight for seq_id in seq_ids])
         return result
 
     def profiler(self) -> Profiler:

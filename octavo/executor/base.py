@@ -15,9 +15,19 @@ class Executor(ABC):
     def boot_report(self) -> BootReport:
         """What was loaded, and where the memory goes."""
 
+    @property
+    def depth(self) -> int:
+        """How many steps may be in flight, submitted and not collected: as many as a pipeline has stages."""
+        return 1
+
     @abstractmethod
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step to its end. When it raises, the differences that the plan tells count as told all the same."""
+    def submit(self, plan: StepPlan) -> None:
+        """Has the workers run a step after those submitted before."""
+
+    @abstractmethod
+    def collect(self) -> StepResult:
+        """Waits for the end of the oldest step in flight. When it raises, the differences that its plan tells count as
+        told all the same; of several in flight, the later ones are lost too, and no step may follow."""
 
     @abstractmethod
     def profiler(self) -> Profiler:

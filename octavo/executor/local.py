@@ -25,13 +25,19 @@ class LocalExecutor(Executor):
         """See `Worker`."""
         self._worker: Worker | None = Worker(config, model, checkpoint, vocab_size, on_load)
         self._boot_report = self._worker.boot_report
+        self._plan = StepPlan()  # submitted
 
     @property
     def boot_report(self) -> BootReport:
         return self._boot_report
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self._open_worker().execute(plan)
+    def submit(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def collect(self) -> StepResult:
+        result = self._open_worker().execute(self._plan)
+        assert result is not None, "the only worker samples"
+        return result
 
     def profiler(self) -> Profiler:
         return self._open_worker().profiler()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,9 +12,9 @@ DType = Literal["float32", "bfloat16", "int32"]
 Rows = Literal["T", "S"]
 Op = Literal[
     "embed", "linear", "rms_norm", "layer_norm", "rope", "attention", "silu_mul", "gelu_mul", "add", "moe",
-    "softcap", "select_rows", "lm_head", "all_reduce", "all_gather", "send", "recv",
+    "softcap", "select_rows", "lm_head", "all_reduce", "gather", "send", "recv",
 ]  # fmt: skip
-Attr = str | int | float | tuple[float, ...] | None
+Attr = str | int | float | tuple[float, ...] | tuple[int, ...] | None
 
 _SHORT: Mapping[str, str] = {"float32": "f32", "bfloat16": "bf16", "int32": "i32"}
 
@@ -71,7 +71,7 @@ class KVGroup:
     """Layers whose keys and values share blocks: a block of the KV cache holds those of all of them, and no others."""
 
     window: int | None  # a token sees itself and the window - 1 before it; what lies further back need not be kept
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # those that the graph has: a stage of a pipeline may have none of some group
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ class Graph:
     inputs: tuple[Value, ...]
     nodes: tuple[Node, ...]
     output: Value
+    kv_groups: tuple[KVGroup, ...]  # of the whole model, see `group_layers`: all its parts have the same block tables
 
     @property
     def weights(self) -> dict[str, Weight]:
@@ -95,31 +96,6 @@ class Graph:
         """(num_kv_heads, head_dim) of the KV cache of each layer that has one."""
         attention = [node for node in self.nodes if node.op == "attention"]
         return {node.integer("layer"): (node.integer("num_kv_heads"), node.integer("head_dim")) for node in attention}
-
-    @property
-    def kv_groups(self) -> tuple[KVGroup, ...]:
-        """How the layers share blocks; groups that keep everything come first.
-
-        Layers of one kind (window and shape) are cut into groups of as many as the rarest kind has, so that blocks of
-        all groups hold about equally much and can come from one pool. Gemma 3 270M, 15 local and 3 global layers::
-
-            layers   0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17     G: global
-                               G            G                 G
-            groups   (5 11 17) (0 1 2) (3 4 6) (7 8 9) (10 12 13) (14 15 16)
-        """
-        kinds: dict[tuple[int | None, int, int], list[int]] = {}
-        for node in self.nodes:
-            if node.op == "attention":
-                window = None if node.attrs["window"] is None else node.integer("window")
-                kind = (window, node.integer("num_kv_heads"), node.integer("head_dim"))
-                kinds.setdefault(kind, []).append(node.integer("layer"))
-        size = min(map(len, kinds.values()), default=1)
-        groups = [
-            KVGroup(window, tuple(layers[first : first + size]))
-            for (window, _, _), layers in kinds.items()
-            for first in range(0, len(layers), size)
-        ]
-        return tuple(sorted(groups, key=lambda group: group.window is not None))
 
     @property
     def kv_block_width(self) -> int:
@@ -156,6 +132,31 @@ class Graph:
     def __str__(self) -> str:
         head = f"graph({', '.join(map(str, self.inputs))}) -> {self.output}"
         return "\n".join([head, *(f"  {node}" for node in self.nodes)])
+
+
+def group_layers(nodes: Iterable[Node]) -> tuple[KVGroup, ...]:
+    """How the layers of a model share blocks; groups that keep everything come first.
+
+    Layers of one kind (window and shape) are cut into groups of as many as the rarest kind has, so that blocks of
+    all groups hold about equally much and can come from one pool. Gemma 3 270M, 15 local and 3 global layers::
+
+        layers   0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17     G: global
+                           G            G                 G
+        groups   (5 11 17) (0 1 2) (3 4 6) (7 8 9) (10 12 13) (14 15 16)
+    """
+    kinds: dict[tuple[int | None, int, int], list[int]] = {}
+    for node in nodes:
+        if node.op == "attention":
+            window = None if node.attrs["window"] is None else node.integer("window")
+            kind = (window, node.integer("num_kv_heads"), node.integer("head_dim"))
+            kinds.setdefault(kind, []).append(node.integer("layer"))
+    size = min(map(len, kinds.values()), default=1)
+    groups = [
+        KVGroup(window, tuple(layers[first : first + size]))
+        for (window, _, _), layers in kinds.items()
+        for first in range(0, len(layers), size)
+    ]
+    return tuple(sorted(groups, key=lambda group: group.window is not None))
 
 
 def _attr(value: Attr) -> str:

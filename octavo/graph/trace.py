@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.graph.graph import Attr, DType, Graph, Node, Op, Rows, Value, Weight
+from octavo.graph.graph import Attr, DType, Graph, Node, Op, Rows, Value, Weight, group_layers
 
 
 class Trace:
@@ -35,18 +35,19 @@ class Trace:
     def graph(self, output: Value) -> Graph:
         """The graph of everything recorded so far."""
         self._check_known(output)
-        return Graph((self.token_ids, self.positions), tuple(self._nodes), output)
+        return Graph((self.token_ids, self.positions), tuple(self._nodes), output, group_layers(self._nodes))
 
     # Tokens in, logits out
 
     def embed(self, ids: Value, name: str, vocab_size: int, width: int, *, scale: float = 1.0) -> Value:
         """The residual stream's beginning: rows of `{name}.weight` [vocab_size, width], times `scale`.
 
-        `scale` is first rounded to the activation dtype, as Gemma was trained.
+        `scale` is first rounded to the activation dtype, as Gemma was trained. A worker that has only some rows of the
+        weight gives zeros for the others' (attr `first`: the id of its first row).
         """
         _check(ids.dtype == "int32" and ids.width is None, f"embed: {ids} is not one token id per row")
         weight = self._weight(f"{name}.weight", self.dtype, vocab_size, width)
-        return self._record("embed", (ids,), (weight,), {"scale": scale}, width=width, dtype="float32")
+        return self._record("embed", (ids,), (weight,), {"scale": scale, "first": 0}, width=width, dtype="float32")
 
     def select_rows(self, x: Value) -> Value:
         """The rows whose logits are needed: [T, width] -> [S, width]."""
@@ -62,7 +63,10 @@ class Trace:
     # Element by element, row by row
 
     def linear(self, x: Value, name: str, width: int, *, bias: bool = False) -> Value:
-        """x @ `{name}.weight`.T + `{name}.bias`; weight [width, width of x], bias [width]."""
+        """x @ `{name}.weight`.T + `{name}.bias`; weight [width, width of x], bias [width].
+
+        Where a worker has only some columns of x and of the weight, its result is a partial sum, in float32.
+        """
         self._check_activations("linear", x)
         weights = [self._weight(f"{name}.weight", self.dtype, width, _width(x))]
         if bias:
@@ -172,24 +176,24 @@ class Trace:
         }  # fmt: skip
         return self._record("attention", (q, k, v), (), attrs, width=q.width)
 
-    # Between workers
+    # Between workers: models do not call these, passes put them in (shard.py, pipeline.py)
 
     def all_reduce(self, x: Value) -> Value:
-        """The sum of x over the tensor-parallel workers, added in rank order."""
+        """The sum of what the tensor-parallel workers have for x, added in rank order, in float32."""
         return self._record("all_reduce", (x,), (), {}, width=x.width, dtype=x.dtype)
 
-    def all_gather(self, x: Value, size: int) -> Value:
-        """The columns of all `size` tensor-parallel workers, side by side in rank order."""
-        _check(size >= 1, f"all_gather: size={size}")
-        return self._record("all_gather", (x,), (), {"size": size}, width=_width(x) * size, dtype=x.dtype)
+    def gather(self, x: Value, widths: tuple[int, ...]) -> Value:
+        """The columns of all tensor-parallel workers, of these widths, side by side in rank order: at rank 0 alone."""
+        _check(_width(x) in widths, f"gather: {x} is of none of the widths {widths}")
+        return self._record("gather", (x,), (), {"widths": widths}, width=sum(widths), dtype=x.dtype)
 
-    def send(self, x: Value, to: int) -> Value:
-        """Hand x to pipeline stage `to`; gives x back."""
-        return self._record("send", (x,), (), {"to": to}, width=x.width, dtype=x.dtype)
+    def send(self, x: Value) -> Value:
+        """Hands x, a residual stream, to the next stage of the pipeline; gives x back."""
+        return self._record("send", (x,), (), {}, width=x.width, dtype=x.dtype)
 
-    def recv(self, width: int, source: int) -> Value:
-        """What pipeline stage `source` sent, a residual stream: [T, width]."""
-        return self._record("recv", (), (), {"source": source}, width=width, rows="T", dtype="float32")
+    def recv(self, width: int) -> Value:
+        """What the stage before sent, a residual stream: [T, width]."""
+        return self._record("recv", (), (), {}, width=width, rows="T", dtype="float32")
 
     # Recording
 

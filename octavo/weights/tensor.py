@@ -19,7 +19,7 @@ class WeightTensor:
     name: str
     shape: tuple[int, ...]  # row-major: [out_features, in_features] for a matrix
     dtype: str  # a row of `quants.TYPES`, such as "Q4_1"
-    stored: NDArray[np.uint8]  # [nbytes], as in the file
+    stored: NDArray[np.uint8]  # as in the file: [nbytes], or [rows, bytes] of some columns of it
     interleaved_heads: int | None = None  # set by `deinterleaved`
 
     @property
@@ -31,6 +31,7 @@ class WeightTensor:
         """The rows at their stored width: uint8 [*shape[:-1], bytes per row].
 
         A read-only view of the file, except where rows are reordered (`deinterleaved`): then a new array every time.
+        Of a `part` with some of the columns, its rows are not side by side.
         """
         kind = TYPES[self.dtype]
         row_nbytes = self.shape[-1] // kind.block * kind.nbytes if self.shape else kind.nbytes
@@ -50,6 +51,36 @@ class WeightTensor:
             ModelError: octavo cannot read this `dtype`.
         """
         return dequantize(self.raw, self.dtype).reshape(self.shape)
+
+    def part(self, axis: int, begin: int, end: int) -> WeightTensor:
+        """Rows (axis 0) or columns (the last axis) [begin, end) of this weight; nothing is read yet.
+
+        Raises:
+            ModelError: the part begins or ends within a block of the file, or within a head of reordered rows.
+        """
+        kind = TYPES[self.dtype]
+        shape = list(self.shape)
+        shape[axis] = end - begin
+        if axis == 0 and (len(shape) > 1 or kind.block == 1):
+            rows = self.stored.reshape(self.shape[0], -1)[begin:end]
+            return replace(self, shape=tuple(shape), stored=rows, interleaved_heads=self._heads_in(begin, end))
+        if begin % kind.block or end % kind.block:
+            raise ModelError(
+                f"tensor {self.name}: columns {begin} to {end} do not begin and end with {self.dtype}'s blocks of "
+                f"{kind.block}"
+            )
+        first, last = (place // kind.block * kind.nbytes for place in (begin, end))
+        columns = self.stored.reshape(-1, self.shape[-1] // kind.block * kind.nbytes)[:, first:last]
+        return replace(self, shape=tuple(shape), stored=columns)
+
+    def _heads_in(self, begin: int, end: int) -> int | None:
+        """How many heads of reordered rows are in a part."""
+        if self.interleaved_heads is None:
+            return None
+        head = self.shape[0] // self.interleaved_heads
+        if begin % head or end % head:
+            raise ModelError(f"tensor {self.name}: rows {begin} to {end} divide a head of {head} rows")
+        return (end - begin) // head
 
     def deinterleaved(self, heads: int) -> WeightTensor:
         """The same weight with the rows of each head reordered from interleaved to half-split RoPE.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,8 +39,10 @@ class ModelRunner:
         self.backend = backend
         self.block_size = block_size
         self.slots = RequestSlots(max_num_seqs, max_model_len, block_size, len(backend.kv_groups))
+        self._untold: deque[list[int]] = deque()  # seq_ids of steps whose tokens another worker samples
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Runs one step; None where another worker samples, whose tokens `learn` has then to be told."""
         slots = self.slots.apply(plan)
         move_seconds = self._move_blocks(plan)
         starts = np.array(plan.starts, np.int64)
@@ -48,9 +51,18 @@ class ModelRunner:
         computing = counts > 0  # the others sample from a row of the sequence before them
         batch = self._batch(slots[computing], starts[computing], counts[computing], logit_rows.row)
         sampled = self.backend.execute(batch, self._sampling_rows(slots, starts + counts, logit_rows))
+        for owner in logit_rows.owner[logit_rows.target >= 0].tolist():
+            self.slots.prompt_row_reported(plan.seq_ids[owner])
+        if sampled is None:
+            self._untold.append(plan.seq_ids)
+            return None
         result = self._result(plan, slots, logit_rows, sampled)
         result.move_seconds = move_seconds
         return result
+
+    def learn(self, token_ids: list[int]) -> None:
+        """The `StepResult.token_ids` of the oldest step that has not been told of, before a later plan is executed."""
+        self.slots.learn(self._untold.popleft(), token_ids)
 
     def _move_blocks(self, plan: StepPlan) -> float:
         """The seconds that it took."""
@@ -135,8 +147,6 @@ class ModelRunner:
             result.errors[plan.seq_ids[rows.owner[i]]] = _FAILURES[int(sampled.token_ids[i])]
         for owner, target, entry in zip(rows.owner.tolist(), rows.target.tolist(), sampled.logprobs, strict=True):
             seq_id = plan.seq_ids[owner]
-            if target >= 0:
-                self.slots.prompt_row_reported(seq_id)
             if entry is None:
                 continue
             if target < 0:

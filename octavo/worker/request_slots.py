@@ -103,6 +103,19 @@ class RequestSlots:
         self.tokens[slots, self.length[slots]] = tokens
         self.length[slots] += 1
 
+    def learn(self, seq_ids: list[int], token_ids: list[int]) -> None:
+        """What another worker has sampled for these, -1 for nothing. Some may have lost their slots since, or ended."""
+        for seq_id, token in zip(seq_ids, token_ids, strict=True):
+            known = self._known.get(seq_id)
+            if token < 0 or known is None or known.is_beam:
+                continue
+            slot = self._slot_of.get(seq_id)
+            if slot is None:
+                known.tokens = np.append(known.tokens, np.int32(token))
+            else:
+                self.tokens[slot, self.length[slot]] = token
+                self.length[slot] += 1
+
     def shaping(self, slots: NDArray[np.intp]) -> list[Shaping | None]:
         """What changes the logits that follow the last known token of each of these."""
         if not self._shaped:

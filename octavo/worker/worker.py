@@ -134,8 +134,13 @@ class Worker:
             note=note,
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """See `ModelRunner.execute`."""
         return self._runner.execute(plan)
+
+    def learn(self, token_ids: list[int]) -> None:
+        """See `ModelRunner.learn`."""
+        self._runner.learn(token_ids)
 
     def profiler(self) -> Profiler:
         """See `Backend.profiler`."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from octavo.backends.cpu import CpuBackend, isas
 from octavo.backends.cpu.native import fast_table
-from octavo.graph import Graph, KVGroup
+from octavo.graph import KVGroup
 from tests.backends.checkpoints import make, prompt
 from tests.backends.native import NativePaged, load_native
 from tests.backends.paged import Logits, Paged, load
@@ -63,7 +63,10 @@ def test_one_table_for_all_layers_gives_the_same_bits(
 ) -> None:
     """As if no layer had a window: the whole model is one group."""
     tokens = prompt(LONGEST, seed=0)
-    monkeypatch.setattr(Graph, "kv_groups", property(lambda graph: (KVGroup(None, tuple(graph.kv_shapes)),)))
+    monkeypatch.setattr(
+        "octavo.graph.trace.group_layers",
+        lambda nodes: (KVGroup(None, tuple(node.integer("layer") for node in nodes if node.op == "attention")),),
+    )
     single = NativePaged(load_native(path("gemma3", 33), num_threads=2))
     assert len(single.native.kv_groups) == 1
     assert_same_bits(single.logits(tokens, 77), kept("gemma3", 33, 0))

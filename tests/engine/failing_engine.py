@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import EngineConfig
-from octavo.core import StepPlan, StepResult
+from octavo.core import StepResult
 from octavo.engine import process
 from octavo.engine.core import EngineCore
 from octavo.engine.messages import SequenceRequest
@@ -51,7 +51,8 @@ class FailingExecutor(LocalExecutor):
         if self._faults.get("dies_at_load"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def collect(self) -> StepResult:
+        plan = self._plan
         self._lengths |= {new.seq_id: len(new.tokens) for new in plan.new if POISON in new.tokens[: new.prompt_length]}
         poisoned = [seq_id for seq_id in plan.seq_ids if seq_id in self._lengths]
         starts = dict(zip(plan.seq_ids, plan.starts, strict=True))
@@ -65,7 +66,7 @@ class FailingExecutor(LocalExecutor):
         end = time.monotonic() + self._faults.get("burn_seconds", 0)
         while time.monotonic() < end:
             pass
-        result = super().execute(plan)
+        result = super().collect()
         for seq_id in poisoned:
             self._lengths[seq_id] += 1
         return result

@@ -78,7 +78,7 @@ def _parts(tensor: WeightTensor) -> Iterator[tuple[int, Bytes]]:
     n, k = tensor.shape
     size = max(1, PART_BYTES // (4 * k * PANEL)) * PANEL
     for first in range(0, n, size):
-        yield first, raw[first : first + size]
+        yield first, np.ascontiguousarray(raw[first : first + size])  # of a part with some columns, rows lie apart
 
 
 def round_to_bfloat16(x: Float32) -> Float32:

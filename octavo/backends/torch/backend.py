@@ -17,6 +17,7 @@ from octavo.backends.host_memory import memory_limit
 from octavo.backends.swap_file import swap_file
 from octavo.backends.torch.ops import OPS
 from octavo.backends.torch.step import KVCache, Step
+from octavo.collectives import Collectives
 from octavo.core import BlockMove
 from octavo.errors import ConfigError
 from octavo.graph import Graph, KVGroup, Node
@@ -43,8 +44,9 @@ class TorchBackend(Backend):
     """Runs a graph with torch.
 
     Args:
-        graph: its output is the logits, [S, vocabulary] in float32.
-        weights: the checkpoint's tensors by internal name; each is expanded, converted and copied at once.
+        graph: its output is the logits, [S, vocabulary] in float32; or it is one worker's part of such a graph.
+        weights: the checkpoint's tensors by internal name, or this worker's parts of them; each is expanded, converted
+            and copied at once.
         device: "auto", or any device that torch can compute on here, such as "cpu" or "cuda:0".
         dtype: of the activations: what the graph was traced with.
         kv_cache_dtype: of stored keys and values, "float32" or "bfloat16".
@@ -52,6 +54,7 @@ class TorchBackend(Backend):
         num_threads: of torch's operators. torch keeps this number per process and calling thread, so it is set in
             every `execute` that finds another; None leaves torch's own choice.
         sampler: draws tokens from the logits.
+        collectives: connects this worker with the others, if the graph is a part.
         on_load: called with the share of the weights that are loaded, 0 to 1, as they are.
 
     Raises:
@@ -70,6 +73,7 @@ class TorchBackend(Backend):
         block_size: int,
         num_threads: int | None,
         sampler: Sampler,
+        collectives: Collectives | None = None,
         on_load: Callable[[float], None] = lambda share: None,
     ) -> None:
         self._device = torch.device(resolve_device(device))
@@ -83,14 +87,16 @@ class TorchBackend(Backend):
         self._block_size = block_size
         self._num_threads = num_threads
         self._sampler = sampler
+        self._collectives = collectives
+        self._vocab_size = graph.output.width or 0
         self._kv_shapes = graph.kv_shapes
         self._kv_groups = graph.kv_groups
         # Of each layer's rows a block is a whole number: they can then be counted through all blocks.
         row = lcm(*(heads * head_dim for heads, head_dim in self._kv_shapes.values()))
         self._block_elements = -(-block_size * graph.kv_block_width // row) * row
         calls = _calls(graph, self._weights)
-        head = next(i for i, node in enumerate(graph.nodes) if node.op == "lm_head")
-        self._body, self._head = calls[:head], calls[head:]  # the head runs for some rows at a time
+        head = next((i for i, node in enumerate(graph.nodes) if node.op == "lm_head"), len(calls))
+        self._body, self._head = calls[:head], calls[head:]  # the head, if there is one, runs for some rows at a time
         self._pool = self._host = torch.empty(0)  # [blocks, elements of a block], once they are allocated
         self.kv_caches: dict[int, KVCache] = {}  # by layer; filled by allocate_kv_cache
 
@@ -180,21 +186,29 @@ class TorchBackend(Backend):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def execute(self, batch: Batch, rows: SamplingRows) -> Sampled:
-        parts = [self._sampler(logits, rows.slice(first, first + len(logits))) for first, logits in self.forward(batch)]
-        return Sampled.concatenate(parts)
+    def execute(self, batch: Batch, rows: SamplingRows) -> Sampled | None:
+        samples = self._collectives is None or self._collectives.samples
+        parts = [
+            self._sampler(logits, rows.slice(first, first + len(logits)))
+            for first, logits in self.forward(batch)
+            if samples
+        ]
+        return Sampled.concatenate(parts) if samples else None
 
     def forward(self, batch: Batch) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Run one step: the layers before the first slice of logits, then a slice of about 64 MB at a time.
 
         Yields:
-            The first of the slice's logit rows, and the logits, float32 [n, vocabulary].
+            The first of the slice's logit rows, and the logits, float32 [n, vocabulary]: of a worker that does not
+            sample, only its own columns of them, if it has any.
         """
         if self._num_threads is not None and torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
-        step = Step(batch, self.kv_caches, self._block_size, self._device, _DTYPES[self._dtype])
+        step = Step(batch, self.kv_caches, self._block_size, self._device, _DTYPES[self._dtype], self._collectives)
         hidden = self._run(self._body, step, {"token_ids": step.token_ids, "positions": step.positions})
-        size = max(1, LOGITS_BYTES // (4 * self._head[0].weights[0].shape[0]))
+        if not self._head:
+            return
+        size = max(1, LOGITS_BYTES // (4 * self._vocab_size))
         for first in range(0, len(hidden), size):
             logits = self._run(self._head, step, {self._head[0].inputs[0]: hidden[first : first + size]})
             yield first, logits.cpu().numpy()
@@ -237,6 +251,21 @@ def _calls(graph: Graph, weights: Mapping[str, torch.Tensor]) -> list[_Call]:
         inputs = tuple(value.name for value in node.inputs)
         last_uses = tuple(name for name in dict.fromkeys(inputs) if last_reader[name] is node)
         own = tuple(weights[weight.name] for weight in node.weights)
-        return _Call(OPS[node.op], inputs, own, node.attrs, node.output.name, last_uses)
+        return _Call(OPS[_op(node)], inputs, own, _arguments(node), node.output.name, last_uses)
 
     return [call(node) for node in graph.nodes]
+
+
+def _op(node: Node) -> str:
+    return "partial_linear" if node.op == "linear" and node.output.dtype == "float32" else node.op
+
+
+def _arguments(node: Node) -> Mapping[str, Any]:
+    """What an op's function has to be told beside its inputs and weights."""
+    match node.op:
+        case "all_reduce":
+            return {"dtype": _DTYPES[node.output.dtype]}
+        case "recv":
+            return {"width": node.output.width}
+        case _:
+            return node.attrs

@@ -8,11 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from octavo.backends.torch.attention import paged_attention
+from octavo.backends.torch.exchange import all_reduce, gather, recv, send
 from octavo.backends.torch.step import AttentionShape, Step
 
 
-def embed(step: Step, ids: torch.Tensor, weight: torch.Tensor, *, scale: float) -> torch.Tensor:
-    return F.embedding(ids, weight).float() * torch.tensor(scale, dtype=weight.dtype).float()
+def embed(step: Step, ids: torch.Tensor, weight: torch.Tensor, *, scale: float, first: int) -> torch.Tensor:
+    row = ids - first
+    mine = (row >= 0) & (row < len(weight))
+    rows = F.embedding(torch.where(mine, row, 0), weight).float() * mine[:, None]
+    return rows * torch.tensor(scale, dtype=weight.dtype).float()
 
 
 def select_rows(step: Step, x: torch.Tensor) -> torch.Tensor:
@@ -21,6 +25,12 @@ def select_rows(step: Step, x: torch.Tensor) -> torch.Tensor:
 
 def linear(step: Step, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return F.linear(x, weight, bias)
+
+
+def partial_linear(step: Step, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A product over some of the columns, in float32."""
+    y = _float_product(x, weight)
+    return y if bias is None else y + bias.float()
 
 
 def rms_norm(step: Step, x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -77,6 +87,11 @@ def add(step: Step, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def lm_head(step: Step, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _float_product(x, weight)
+
+
+def _float_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T, not rounded from float32 to what the two are."""
     if weight.dtype == torch.float32:
         return F.linear(x, weight)
     if weight.is_cuda:
@@ -93,6 +108,7 @@ def softcap(step: Step, x: torch.Tensor, *, cap: float) -> torch.Tensor:
 OPS: Mapping[str, Callable[..., torch.Tensor]] = {
     function.__name__: function
     for function in (
-        embed, select_rows, linear, rms_norm, rope, attention, silu_mul, gelu_mul, add, lm_head, softcap,
+        embed, select_rows, linear, partial_linear, rms_norm, rope, attention, silu_mul, gelu_mul, add, lm_head,
+        softcap, all_reduce, gather, send, recv,
     )
 }  # fmt: skip

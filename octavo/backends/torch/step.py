@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.backends.base import Batch
+from octavo.collectives import Collectives
 
 GATHER_BYTES = 32 << 20  # of the keys of one piece; its values take as much
 SCORE_BYTES = 64 << 20  # of the float32 scores of one piece
@@ -86,8 +87,10 @@ class Step:
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        collectives: Collectives | None = None,
     ) -> None:
         self.dtype = dtype  # of activations
+        self.collectives = collectives
         self.caches = caches  # by layer
         self._batch = batch
         self._block_size = block_size
