@@ -242,8 +242,8 @@ class Scheduler:
         return sequence
 
     def fail(self, plan: StepPlan) -> None:
-        """A step was not done, or not to its end: takes back that its tokens are computed and its blocks published. It is
-        the only one in flight.
+        """The only step in flight was not done, or not to its end: takes back that its tokens are computed, and its
+        blocks published.
 
         Who came in with it may have begun with blocks that it should have filled, or with a copy that was not made:
         these wait again. All others go on from where they were.

@@ -24,6 +24,7 @@ class LocalExecutor(Executor):
     ) -> None:
         """See `Worker`."""
         self._worker: Worker | None = Worker(config, model, checkpoint, vocab_size, on_load)
+        self._worker.allocate()
         self._boot_report = self._worker.boot_report
         self._plan = StepPlan()  # submitted
 

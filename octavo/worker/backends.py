@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from octavo.backends.base import Backend
+from octavo.collectives import Collectives
 from octavo.config import EngineConfig, ModelConfig
 from octavo.errors import ConfigError
 from octavo.metrics import log_event
 from octavo.models import build_graph
 from octavo.sampling import Sampler
 from octavo.weights import Checkpoint
+from octavo.worker.parts import Place, part_of
 
 NATIVE = "octavo._native"
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL; without one, torch need not be asked
@@ -25,20 +27,22 @@ def make_backend(
     checkpoint: Checkpoint,
     vocab_size: int,
     on_load: Callable[[float], None],
+    place: Place,
+    collectives: Collectives | None,
 ) -> tuple[Backend, str | None]:
     """A backend with the model's weights, and a note for the user where it is not the one to expect.
 
     Args:
-        vocab_size, on_load: as of `Worker`.
+        vocab_size, on_load, place, collectives: as of `Worker`.
 
     Raises:
         ConfigError: the backend is missing here, or cannot honour an option.
         ModelError: the checkpoint does not hold the tensors that the model needs.
     """
     if config.backend == "torch" or (config.backend == "auto" and _wants_gpu(config)):
-        return _torch_backend(config, model, checkpoint, vocab_size, on_load), None
+        return _torch_backend(config, model, checkpoint, vocab_size, on_load, place, collectives), None
     try:
-        return _cpu_backend(config, model, checkpoint, vocab_size, on_load), None
+        return _cpu_backend(config, model, checkpoint, vocab_size, on_load, place, collectives), None
     except ImportError as error:
         if error.name != NATIVE:
             raise
@@ -46,9 +50,8 @@ def make_backend(
     if config.backend == "cpu":
         raise ConfigError(f"backend='cpu': {missing}; reinstall octavo where there is a C++ compiler, or use 'torch'")
     log_event("native_runtime_missing", {"reason": missing, "backend": "torch"}, logging.WARNING)
-    return _torch_backend(
-        config, model, checkpoint, vocab_size, on_load
-    ), f"{missing}; torch runs the model, more slowly"
+    backend = _torch_backend(config, model, checkpoint, vocab_size, on_load, place, collectives)
+    return backend, f"{missing}; torch runs the model, more slowly"
 
 
 def _wants_gpu(config: EngineConfig) -> bool:
@@ -68,6 +71,8 @@ def _cpu_backend(
     checkpoint: Checkpoint,
     vocab_size: int,
     on_load: Callable[[float], None],
+    place: Place,
+    collectives: Collectives | None,
 ) -> Backend:
     from octavo.backends.cpu import CpuBackend, PackedCache
 
@@ -76,9 +81,12 @@ def _cpu_backend(
     if config.dtype == "float32":
         raise ConfigError("dtype='float32': backend='cpu' computes in bfloat16; use 'auto', or backend='torch'")
     cache = None if config.packed_cache is None else PackedCache(Path(config.packed_cache), checkpoint.sources)
+    if not place.alone:
+        raise ConfigError("several workers need backend='torch' as yet; use that")
+    graph, tensors = part_of(build_graph(model, "bfloat16"), checkpoint.tensors, place)
     return CpuBackend(
-        build_graph(model, "bfloat16"),
-        checkpoint.tensors,
+        graph,
+        tensors,
         kv_cache_dtype="bfloat16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         block_size=config.block_size,
         num_threads=config.num_threads,
@@ -97,6 +105,8 @@ def _torch_backend(
     checkpoint: Checkpoint,
     vocab_size: int,
     on_load: Callable[[float], None],
+    place: Place,
+    collectives: Collectives | None,
 ) -> Backend:
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("backend='torch' needs torch, which is not installed: pip install 'octavo[torch]'")
@@ -121,14 +131,16 @@ def _torch_backend(
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
+    graph, tensors = part_of(build_graph(model, dtype), checkpoint.tensors, place)
     return TorchBackend(
-        build_graph(model, dtype),
-        checkpoint.tensors,
+        graph,
+        tensors,
         device=device,
         dtype=dtype,
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         block_size=config.block_size,
         num_threads=config.num_threads,
         sampler=Sampler(vocab_size),
+        collectives=collectives,
         on_load=on_load,
     )

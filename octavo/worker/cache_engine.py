@@ -48,19 +48,19 @@ class MemoryPlan:
         return self.num_blocks / self.blocks_of_longest
 
 
-class CacheEngine:
-    """Plans the KV pool of one worker and its host tier, and has the backend allocate them."""
-
-    def __init__(self, backend: Backend, config: EngineConfig, model: ModelConfig) -> None:
-        self.plan = plan_memory(config, model, backend)
-        backend.allocate_kv_cache(self.plan.num_blocks)
-        if self.plan.num_swap_blocks > 0:
-            directory = None if config.swap_directory is None else Path(config.swap_directory)
-            backend.allocate_swap_space(self.plan.num_swap_blocks, directory)
+def allocate(plan: MemoryPlan, backend: Backend) -> None:
+    """Has the backend make the KV pool and the host tier."""
+    backend.allocate_kv_cache(plan.num_blocks)
+    if plan.num_swap_blocks > 0:
+        directory = None if plan.swap_directory is None else Path(plan.swap_directory)
+        backend.allocate_swap_space(plan.num_swap_blocks, directory)
 
 
-def plan_memory(config: EngineConfig, model: ModelConfig, backend: Backend) -> MemoryPlan:
+def plan_memory(config: EngineConfig, model: ModelConfig, backend: Backend, *, neighbours: int = 1) -> MemoryPlan:
     """Sizes the pool by what the user said, else by a share of the memory that weights and swap space leave.
+
+    Args:
+        neighbours: workers on this host, this one included, that are to fit into its memory together.
 
     Raises:
         ConfigError: the context is longer than the model's, or does not fit into the pool; or not a single block fits
@@ -76,8 +76,10 @@ def plan_memory(config: EngineConfig, model: ModelConfig, backend: Backend) -> M
     def held(length: int) -> int:
         return most_blocks(length, config.block_size, windows, config.max_num_batched_tokens)
 
-    num_swap_blocks = _num_swap_blocks(config, backend)
-    num_blocks = _num_blocks(config, backend, most=config.max_num_seqs * held(wanted_len))
+    limit = backend.memory_limit() // (neighbours if backend.cache_in_ram else 1)
+    # A stage without attention has blocks of no bytes: it takes as many as the others have.
+    num_swap_blocks = _num_swap_blocks(config, backend, limit)
+    num_blocks = _num_blocks(config, backend, limit, most=config.max_num_seqs * held(wanted_len))
     capacity = bisect_right(range(wanted_len + 1), num_blocks, key=held) - 1  # the longest that fits
     if capacity < 1:
         raise ConfigError(
@@ -90,7 +92,7 @@ def plan_memory(config: EngineConfig, model: ModelConfig, backend: Backend) -> M
             f"({capacity} tokens); lower it to {capacity}, or give a larger pool"
         )
     return MemoryPlan(
-        memory_limit=backend.memory_limit(),
+        memory_limit=limit,
         weight_bytes=backend.weight_bytes,
         kv_bytes_per_token=backend.kv_bytes_per_token,
         kv_groups=backend.kv_groups,
@@ -104,13 +106,12 @@ def plan_memory(config: EngineConfig, model: ModelConfig, backend: Backend) -> M
     )
 
 
-def _num_swap_blocks(config: EngineConfig, backend: Backend) -> int:
-    num_blocks = config.swap_space_bytes // backend.block_bytes
+def _num_swap_blocks(config: EngineConfig, backend: Backend, limit: int) -> int:
+    num_blocks = config.swap_space_bytes // max(backend.block_bytes, 1)
     if config.swap_space_bytes > 0 and num_blocks < 1:
         raise ConfigError(
             f"swap_space_bytes={config.swap_space_bytes}: {_one_block(config, backend)}; give that or more, or 0"
         )
-    limit = backend.memory_limit()
     if config.swap_directory is None and backend.cache_in_ram and config.swap_space_bytes > limit:
         raise ConfigError(
             f"swap_space_bytes={config.swap_space_bytes}: this process may use {limit} bytes of memory; give less, or "
@@ -119,21 +120,21 @@ def _num_swap_blocks(config: EngineConfig, backend: Backend) -> int:
     return num_blocks
 
 
-def _num_blocks(config: EngineConfig, backend: Backend, *, most: int) -> int:
+def _num_blocks(config: EngineConfig, backend: Backend, limit: int, *, most: int) -> int:
     """Of the pool; `most` is what can be of use."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     if config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // backend.block_bytes
+        num_blocks = config.kv_cache_memory_bytes // max(backend.block_bytes, 1)
         if num_blocks < 1:
             raise ConfigError(
                 f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: {_one_block(config, backend)}; "
                 "give that or more"
             )
         return num_blocks
-    limit, weights = backend.memory_limit(), backend.weight_bytes
+    weights = backend.weight_bytes
     swap = config.swap_space_bytes if config.swap_directory is None and backend.cache_in_ram else 0
-    num_blocks = min(int(KV_MEMORY_SHARE * max(limit - weights - swap, 0)) // backend.block_bytes, most)
+    num_blocks = min(int(KV_MEMORY_SHARE * max(limit - weights - swap, 0)) // max(backend.block_bytes, 1), most)
     if num_blocks < 1:
         raise ConfigError(
             f"no memory is left for the KV cache: the limit is {limit} bytes, the weights take {weights}, swap space "

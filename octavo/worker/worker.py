@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from octavo.collectives import Collectives
 from octavo.config import EngineConfig, ModelConfig
 from octavo.core import StepPlan, StepResult
 from octavo.errors import ConfigError
 from octavo.metrics import Profiler
 from octavo.weights import Checkpoint
 from octavo.worker.backends import make_backend
-from octavo.worker.cache_engine import CacheEngine, MemoryPlan
+from octavo.worker.cache_engine import MemoryPlan, allocate, plan_memory
 from octavo.worker.model_runner import ModelRunner
+from octavo.worker.parts import Place
+
+ONLY = Place()  # a worker without others
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class BootReport:
     packed_cache: str  # see `Backend.packed_cache`
     memory: MemoryPlan
     note: str | None = None  # why the backend is not the one to expect
+    workers: tuple[str, ...] = ()  # where several share the model: a line for each
 
     def fields(self) -> dict[str, object]:
         """For the log."""
@@ -65,6 +70,7 @@ class BootReport:
             f"context {memory.max_model_len} tokens; {memory.full_context_requests:.1f} requests of that length fit "
             "at once",
             *([] if self.note is None else [self.note]),
+            *self.workers,
         ]
         return "\n  ".join(lines)
 
@@ -90,7 +96,7 @@ def _swap_lines(memory: MemoryPlan) -> list[str]:
 
 
 class Worker:
-    """Loads a model when it is made; then `execute` runs step after step."""
+    """Loads a model, or its part of one, when it is made; after `allocate`, `execute` runs step after step."""
 
     def __init__(
         self,
@@ -99,40 +105,65 @@ class Worker:
         checkpoint: Checkpoint,
         vocab_size: int,
         on_load: Callable[[float], None] | None = None,
+        *,
+        place: Place = ONLY,
+        collectives: Collectives | None = None,
     ) -> None:
         """
         Args:
             vocab_size: ids that the tokeniser knows; larger ones are never sampled.
             on_load: called with the share of the weights that are loaded, 0 to 1, as they are.
+            place: of this worker among those that share the model.
+            collectives: connects it with them.
 
         Raises:
             ConfigError: the backend is missing here, or the memory does not suffice.
             ModelError: the checkpoint does not hold the tensors that the model needs.
         """
         start = time.perf_counter()
-        backend, note = make_backend(config, model, checkpoint, vocab_size, on_load or (lambda share: None))
-        memory = CacheEngine(backend, config, model).plan
+        self._config, self._model = config, model
+        self._backend, note = make_backend(
+            config, model, checkpoint, vocab_size, on_load or (lambda share: None), place, collectives
+        )
+        self._place = place
+        self.boot_report = BootReport(
+            model=checkpoint.path.name,
+            family=model.family,
+            backend=self._backend.description,
+            load_seconds=time.perf_counter() - start,
+            packed_cache=self._backend.packed_cache,
+            memory=plan_memory(config, model, self._backend, neighbours=place.neighbours),
+            note=note,
+        )
+
+    def allocate(self, num_blocks: int | None = None, num_swap_blocks: int | None = None) -> None:
+        """Makes the KV cache, once; then steps may come.
+
+        Args:
+            num_blocks, num_swap_blocks: as many as all workers have room for; else as many as this one has.
+
+        Raises:
+            ConfigError: the memory does not suffice.
+        """
+        if num_blocks is not None and num_swap_blocks is not None:
+            config = replace(self._config, num_kv_blocks=num_blocks, kv_cache_memory_bytes=None)
+            memory = plan_memory(config, self._model, self._backend, neighbours=self._place.neighbours)
+            memory = replace(memory, num_swap_blocks=num_swap_blocks)
+            self.boot_report = replace(self.boot_report, memory=memory)
+        memory = self.boot_report.memory
+        allocate(memory, self._backend)
         try:
             self._runner = ModelRunner(
-                backend,
-                block_size=config.block_size,
-                max_num_seqs=config.max_num_seqs,
+                self._backend,
+                block_size=memory.block_size,
+                max_num_seqs=self._config.max_num_seqs,
                 max_model_len=memory.max_model_len,
             )
         except MemoryError as error:
             raise ConfigError(
-                f"max_num_seqs={config.max_num_seqs} sequences of up to {memory.max_model_len} tokens do not fit into "
-                "memory; lower max_num_seqs or max_model_len"
+                f"max_num_seqs={self._config.max_num_seqs} sequences of up to {memory.max_model_len} tokens do not fit "
+                "into memory; lower max_num_seqs or max_model_len"
             ) from error
-        self.boot_report = BootReport(
-            model=checkpoint.path.name,
-            family=model.family,
-            backend=backend.description,
-            load_seconds=time.perf_counter() - start,
-            packed_cache=backend.packed_cache,
-            memory=memory,
-            note=note,
-        )
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """See `ModelRunner.execute`."""
@@ -144,7 +175,7 @@ class Worker:
 
     def profiler(self) -> Profiler:
         """See `Backend.profiler`."""
-        return self._runner.backend.profiler()
+        return self._backend.profiler()
 
 
 def _size(count: float) -> str:

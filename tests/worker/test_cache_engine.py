@@ -10,7 +10,7 @@ import pytest
 from octavo.config import EngineConfig, LayerConfig, ModelConfig, RopeConfig
 from octavo.errors import ConfigError
 from octavo.graph import KVGroup
-from octavo.worker.cache_engine import CacheEngine, MemoryPlan, plan_memory
+from octavo.worker.cache_engine import MemoryPlan, allocate, plan_memory
 from octavo.worker.worker import BootReport
 from tests.worker.test_model_runner import Recorder
 
@@ -106,14 +106,18 @@ class TestSwapSpace:
     def test_whole_blocks(self) -> None:
         backend = Memory()
         config = EngineConfig(model="m", swap_space_bytes=7 * MIB + 5)
-        memory = CacheEngine(backend, config, model()).plan
+        memory = plan_memory(config, model(), backend)
+        allocate(memory, backend)
         assert (memory.num_swap_blocks, memory.swap_bytes, backend.swap_space) == (7, 7 * MIB, (7, None))
-        CacheEngine(backend, EngineConfig(model="m", swap_space_bytes=2 * MIB, swap_directory="/a/b"), model())
+        config = EngineConfig(model="m", swap_space_bytes=2 * MIB, swap_directory="/a/b")
+        allocate(plan_memory(config, model(), backend), backend)
         assert backend.swap_space == (2, Path("/a/b"))
 
     def test_none(self) -> None:
         backend = Memory()
-        assert CacheEngine(backend, EngineConfig(model="m"), model()).plan.num_swap_blocks == 0
+        memory = plan_memory(EngineConfig(model="m"), model(), backend)
+        allocate(memory, backend)
+        assert memory.num_swap_blocks == 0
         assert backend.swap_space is None
 
     def test_less_than_a_block(self) -> None:
