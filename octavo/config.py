@@ -154,10 +154,15 @@ class EngineConfig:
         metadata={"help": "cpu: faster where the CPU has AVX512_BF16 without AMX; other last bits than on other CPUs"},
     )
     seed: int = field(default=0, metadata={"help": "the seeds of requests that bring none are drawn from it"})
-    tensor_parallel_size: int = field(default=1, metadata={"help": "workers that share each layer (only 1 as yet)"})
-    pipeline_parallel_size: int = field(default=1, metadata={"help": "groups of layers (only 1 as yet)"})
+    tensor_parallel_size: int = field(default=1, metadata={"help": "workers that share each layer (needs ray)"})
+    pipeline_parallel_size: int = field(
+        default=1, metadata={"help": "stages that the layers are cut into, each with workers of its own (needs ray)"}
+    )
     distributed_executor_backend: str | None = field(
-        default=None, metadata={"help": "how workers are placed (only in process as yet)"}
+        default=None, metadata={"help": "ray: workers are Ray actors; else the one worker is in the engine's process"}
+    )
+    ray_address: str | None = field(
+        default=None, metadata={"help": "of a running Ray cluster, such as auto or HOST:6379; a local one is started"}
     )
 
     def __post_init__(self) -> None:
@@ -177,7 +182,7 @@ class EngineConfig:
         if self.kv_cache_memory_bytes is not None and self.num_kv_blocks is not None:
             raise ConfigError("kv_cache_memory_bytes and num_kv_blocks both size the KV pool: give one of them")
         self._check_swap()
-        self._refuse_what_comes_later()
+        self._check_parallel()
 
     def _check_swap(self) -> None:
         _between("swap_space_bytes", self.swap_space_bytes, 0, 2**60)
@@ -193,14 +198,18 @@ class EngineConfig:
             if needs and self.swap_space_bytes == 0:
                 raise ConfigError(f"{name}={value!r} needs swap_space_bytes, which is 0; give the bytes to swap to")
 
-    def _refuse_what_comes_later(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) != 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: parallel workers are not supported yet; use 1")
-        if self.distributed_executor_backend is not None:
+    def _check_parallel(self) -> None:
+        if self.distributed_executor_backend not in (None, "ray"):
             raise ConfigError(
-                f"distributed_executor_backend={self.distributed_executor_backend!r} is not supported yet; use None"
+                f"distributed_executor_backend={self.distributed_executor_backend!r}: expected ray, or nothing"
             )
+        if self.distributed_executor_backend is None:
+            for name, alone in (("tensor_parallel_size", 1), ("pipeline_parallel_size", 1), ("ray_address", None)):
+                if getattr(self, name) != alone:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)!r} needs workers in processes of their own; give "
+                        "distributed_executor_backend='ray' too"
+                    )
 
 
 # What the arrays that hold these can count, or more than any machine has.
@@ -212,6 +221,8 @@ _MOST = {
     "kv_cache_memory_bytes": 2**60,
     "num_kv_blocks": 2**31 - 1,
     "num_threads": 2**16,
+    "tensor_parallel_size": 2**10,
+    "pipeline_parallel_size": 2**10,
 }
 
 

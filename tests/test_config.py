@@ -48,10 +48,13 @@ from octavo.errors import ConfigError
         ("swap_directory", "/tmp", ["'/tmp'", "needs swap_space_bytes"]),
         ("swap_directory", 3, ["3", "str"]),
         ("swap_space_bytes", True, ["True", "int"]),
-        ("tensor_parallel_size", 2, ["2", "not supported yet", "use 1"]),
+        ("tensor_parallel_size", 2, ["2", "processes of their own", "distributed_executor_backend='ray'"]),
+        ("tensor_parallel_size", 1025, ["1025", "at most 1024"]),
         ("tensor_parallel_size", True, ["True", "int"]),
-        ("pipeline_parallel_size", 0, ["0", "not supported yet", "use 1"]),
-        ("distributed_executor_backend", "ray", ["'ray'", "not supported yet", "None"]),
+        ("pipeline_parallel_size", 0, ["0", "at least 1"]),
+        ("pipeline_parallel_size", 3, ["3", "processes of their own", "distributed_executor_backend='ray'"]),
+        ("distributed_executor_backend", "mp", ["'mp'", "expected ray"]),
+        ("ray_address", "auto", ["'auto'", "distributed_executor_backend='ray'"]),
     ],
 )
 def test_a_refusal_names_the_option_the_value_and_the_limit(name, value, says):

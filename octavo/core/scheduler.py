@@ -198,7 +198,9 @@ class Scheduler:
             if sequence is None:
                 continue  # aborted while the step ran
             if token < 0:
-                if sequence.num_computed == len(sequence.tokens) and seq_id not in result.errors:
+                i = plan.seq_ids.index(seq_id)  # by now, a later plan in flight may have taken more of its tokens
+                ended = plan.starts[i] + plan.num_tokens[i] == len(sequence.tokens)
+                if ended and seq_id not in result.errors:
                     raise ValueError(f"the step sampled no token for sequence {seq_id}, and says no error")
                 continue
             if sequence.is_beam:

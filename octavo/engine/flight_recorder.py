@@ -7,7 +7,7 @@ import os
 from array import array
 from collections.abc import Sequence
 
-_BEGUN, _DONE, _COUNT, _IDS = range(4)
+_BEGUN, _DONE, _BEATS, _COUNT, _IDS = range(5)
 _WORD = 8  # bytes
 
 
@@ -16,7 +16,7 @@ class FlightRecorder:
 
     ::
 
-        words of 8 bytes   [ steps begun ][ steps done ][ n ][ seq_id 0 ] ... [ seq_id n - 1 ]
+        words of 8 bytes   [ steps begun ][ steps done ][ beats ][ n ][ seq_id 0 ] ... [ seq_id n - 1 ]
 
     A message may be lost with the process that was about to send it. What was written here is not: when the engine has
     died, this says whether it died in a step, and with which sequences.
@@ -63,6 +63,14 @@ class FlightRecorder:
         """
         self._write(in_flight)
         self._words[_DONE] += 1
+
+    def beat(self) -> None:
+        """The engine waits for workers elsewhere, and they get on."""
+        self._words[_BEATS] += 1
+
+    @property
+    def num_beats(self) -> int:
+        return self._words[_BEATS]
 
     @property
     def num_steps(self) -> int:

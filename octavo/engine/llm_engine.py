@@ -13,7 +13,7 @@ from octavo.engine.interrupts import deferred_interrupt
 from octavo.engine.messages import BeamRequest, Request
 from octavo.engine.outputs import OutputProcessor
 from octavo.errors import OctavoError, RequestError
-from octavo.executor import LocalExecutor
+from octavo.executor import make_executor
 from octavo.metrics import Profiler, log_event
 from octavo.models import model_config
 from octavo.outputs import FinishReason, RequestOutput
@@ -47,7 +47,7 @@ class LLMEngine:
             checkpoint.path, checkpoint.metadata, checkpoint.config, checkpoint.generation_config
         )
         vocab_size = min(self.tokenizer.vocab_size, self.model_config.vocab_size)
-        executor = LocalExecutor(config, self.model_config, checkpoint, vocab_size, on_load)
+        executor = make_executor(config, self.model_config, checkpoint, vocab_size, on_load)
         self.boot_report: BootReport = executor.boot_report
         self._core = EngineCore(config, executor)
         max_model_len = self.boot_report.memory.max_model_len

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.flight_recorder import FlightRecorder
 from octavo.engine.messages import SequenceOutput, SequenceRequest
 from octavo.errors import ConfigError, ModelError, RequestError
-from octavo.executor import Executor, LocalExecutor
+from octavo.executor import Executor, make_executor
 from octavo.metrics import Profiler, configure_logging
 from octavo.models import model_config
 from octavo.outputs import RequestMetrics
@@ -97,13 +97,13 @@ class Channel:
         self._context.term()
 
 
-def main(address: str, parent: int, recorder: int, executor_class: type[LocalExecutor] = LocalExecutor) -> None:
+def main(address: str, parent: int, recorder: int, make_executor: Callable[..., Executor] = make_executor) -> None:
     """Serves the front-end that listens at `address` until this process is killed, by it or with it.
 
     Args:
         parent: the front-end's process id.
         recorder: descriptor of the flight recorder.
-        executor_class: what a test puts in the place of the executor, to make it fail.
+        make_executor: what a test puts in the place of the executor, to make it fail.
     """
     _die_with(parent)
     channel = Channel(address)
@@ -113,7 +113,7 @@ def main(address: str, parent: int, recorder: int, executor_class: type[LocalExe
             raise TypeError(f"the first message was {start!r}")
         configure_logging(start.log_level)
         try:
-            core = _load(start, channel, FlightRecorder(recorder), executor_class)
+            core = _load(start, channel, FlightRecorder(recorder), make_executor)
         except (ConfigError, ModelError) as error:
             channel.send(wire.Refused("ConfigError" if isinstance(error, ConfigError) else "ModelError", str(error)))
             sys.exit(1)
@@ -133,7 +133,7 @@ def _die_with(parent: int) -> None:
 
 
 def _load(
-    start: wire.Start, channel: Channel, recorder: FlightRecorder, executor_class: type[LocalExecutor]
+    start: wire.Start, channel: Channel, recorder: FlightRecorder, make_executor: Callable[..., Executor]
 ) -> EngineCore:
     told = 0.0
 
@@ -145,7 +145,8 @@ def _load(
 
     checkpoint = open_checkpoint(Path(start.config.model))
     model = model_config(checkpoint.config, checkpoint.generation_config)
-    executor = executor_class(start.config, model, checkpoint, start.vocab_size, on_load)
+    executor = make_executor(start.config, model, checkpoint, start.vocab_size, on_load)
+    executor.watch(recorder.beat)
     return EngineCore(start.config, RecordedExecutor(executor, recorder))
 
 

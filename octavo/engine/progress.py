@@ -25,7 +25,7 @@ class Progress:
         self._sign = now  # when there was one
         self._step_begun = now  # at the latest; if it is at work
         self._looked = now
-        self._num_steps = 0
+        self._num_steps = self._num_beats = 0
         self._vitals = Vitals("R", 0, 0.0)
         self.verdict: str | None = None  # why it was to be killed
 
@@ -33,23 +33,25 @@ class Progress:
         """A message came."""
         self._sign = time.monotonic()
 
-    def look(self, vitals: Vitals, num_steps: int, *, at_work: bool, idle: bool) -> bool:
+    def look(self, vitals: Vitals, num_steps: int, num_beats: int, *, at_work: bool, idle: bool) -> bool:
         """Takes in how the process is; whether it hangs.
 
         Args:
+            num_beats: how often it has said that workers get on for which it waits.
             at_work: it is ready, and steps are to be expected: what it does between two of them counts with the next.
             idle: it is ready, and they are not. Neither: it is loading.
         """
         now = time.monotonic()
         stepped = num_steps > self._num_steps
+        beats = num_beats > self._num_beats
         busy = vitals.cpu_seconds - self._vitals.cpu_seconds > BUSY_SHARE * (now - self._looked)
         reads = vitals.state == "D" or vitals.major_faults > self._vitals.major_faults
         held_up = now - self._looked > self._hang_timeout / 2  # this process was: it cannot tell
-        if stepped or busy or reads or held_up or (idle and not vitals.stopped):
+        if stepped or beats or busy or reads or held_up or (idle and not vitals.stopped):
             self._sign = now
         if stepped or not at_work:
             self._step_begun = now
-        self._looked, self._vitals, self._num_steps = now, vitals, num_steps
+        self._looked, self._vitals, self._num_steps, self._num_beats = now, vitals, num_steps, num_beats
         if now - self._sign > self._hang_timeout:
             self.verdict = f"it hung: {self.describe()}"
         elif now - self._step_begun > self._step_timeout:

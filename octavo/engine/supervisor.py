@@ -275,7 +275,7 @@ class Supervisor:
             await asyncio.sleep(interval)
             ready, has_work = self._phase == "ready", self._owner.has_work
             self._lasted |= ready and time.monotonic() - self._ready_since > LASTING
-            signs = life.vitals(), life.recorder.num_steps
+            signs = life.vitals(), life.recorder.num_steps, life.recorder.num_beats
             if self._progress.look(*signs, at_work=ready and has_work, idle=ready and not has_work):
                 life.kill()
 

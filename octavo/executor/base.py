@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from octavo.core import StepPlan, StepResult
 from octavo.metrics import Profiler
@@ -28,6 +29,9 @@ class Executor(ABC):
     def collect(self) -> StepResult:
         """Waits for the end of the oldest step in flight. When it raises, the differences that its plan tells count as
         told all the same; of several in flight, the later ones are lost too, and no step may follow."""
+
+    def watch(self, sign: Callable[[], None]) -> None:  # noqa: B027  one that computes itself needs no sign
+        """Has `sign` called now and then while this process only waits for workers that get on."""
 
     @abstractmethod
     def profiler(self) -> Profiler:

@@ -28,6 +28,11 @@ class Place:
         return self.index // self.tensor_parallel_size
 
     @property
+    def samples(self) -> bool:
+        """As of `Collectives`."""
+        return self.rank == 0 and self.stage == self.pipeline_parallel_size - 1
+
+    @property
     def alone(self) -> bool:
         return self.tensor_parallel_size * self.pipeline_parallel_size == 1
 

@@ -211,18 +211,19 @@ class TestProgress:
         self.progress = Progress(10.0, 100.0)
 
     def look(self, seconds: int, *, state: str = "S", at_work: bool = True, idle: bool = False, **signs: float) -> bool:
-        """A look each second, at a process that shows so many signs a second: cpu, faults, steps."""
+        """A look each second, at a process that shows so many signs a second: cpu, faults, steps, beats."""
         for _ in range(seconds):
             self.now += 1.0
             self.cpu += signs.get("cpu", 0.0)
             self.faults += int(signs.get("faults", 0))
             self.steps += int(signs.get("steps", 0))
+            self.beats += int(signs.get("beats", 0))
             vital = Vitals(state, self.faults, self.cpu)
-            if self.progress.look(vital, self.steps, at_work=at_work, idle=idle):
+            if self.progress.look(vital, self.steps, self.beats, at_work=at_work, idle=idle):
                 return True
         return False
 
-    cpu, faults, steps = 0.0, 0, 0
+    cpu, faults, steps, beats = 0.0, 0, 0, 0
 
     def test_nothing_is_a_hang(self) -> None:
         assert not self.look(10)
@@ -233,7 +234,7 @@ class TestProgress:
     def test_a_little_now_and_then_is_nothing(self) -> None:
         assert self.look(20, cpu=0.01)
 
-    @pytest.mark.parametrize("signs", [{"cpu": 0.2}, {"faults": 1}, {"steps": 1}, {"idle": True}])
+    @pytest.mark.parametrize("signs", [{"cpu": 0.2}, {"faults": 1}, {"steps": 1}, {"beats": 1}, {"idle": True}])
     def test_any_sign_is_progress(self, signs: dict[str, Any]) -> None:
         assert not self.look(90, **signs)
         assert not self.progress.late
