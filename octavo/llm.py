@@ -106,7 +106,7 @@ class LLM:
             messages: one conversation, a list of `{"role": ..., "content": ...}`, or a list of conversations.
             sampling_params: one for all conversations, or one each; BeamSearchParams search for the best replies.
             tools, documents, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs: for
-                all conversations, as explained at `octavo.tokenizer.ChatTemplates.render`.
+                all conversations, as explained at `octavo.tokenizer.ChatTemplates.write`.
             cache_salt: one for all conversations, or one each; only those of the same salt share what is computed.
             progress: show a progress bar on stderr; None shows one on a terminal.
 

@@ -19,6 +19,7 @@ MAX_BEAM_WIDTH = 128
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
 MAX_STOP_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 2**20  # more than any vocabulary has
 MAX_WORD_LENGTH = 1024  # characters of a stop string or a bad word
 MAX_SHOWN = 60  # characters of a refused value that a message repeats
 
@@ -241,12 +242,12 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
         raise RequestError(f"{name}={_show(value)}: expected a list of token ids")
     ids = tuple(value)
+    most = MAX_STOP_TOKENS if name == "stop_token_ids" else MAX_ALLOWED_TOKENS
+    if len(ids) > most:
+        raise RequestError(f"{name}: {len(ids)} of them; at most {most} may be given")
     for token in ids:
         _integer(name, token, 0, None)
-    ids = tuple(dict.fromkeys(ids))
-    if name == "stop_token_ids" and len(ids) > MAX_STOP_TOKENS:
-        raise RequestError(f"stop_token_ids: {len(ids)} of them; at most {MAX_STOP_TOKENS} may be given")
-    return ids
+    return tuple(dict.fromkeys(ids))
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
@@ -280,7 +281,11 @@ def _words(name: str, value: Any, most: int) -> tuple[str, ...]:
 
 def is_text(word: str) -> bool:
     """Whether UTF-8 can carry it: a lone surrogate stands for no character."""
-    return not any("\ud800" <= character <= "\udfff" for character in word)
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _show(value: object) -> str:

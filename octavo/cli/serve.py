@@ -16,10 +16,11 @@ from octavo.cli.terminal import show_styled
 from octavo.config import DEMO_MODEL
 from octavo.engine.async_llm_engine import AsyncLLMEngine
 from octavo.server import ServerOptions, serve
+from octavo.server.context import public_name
 
 EPILOG = """\
 The URL is printed on stdout once the model is loaded; everything else goes to stderr.
-SIGTERM (or Ctrl-C) finishes what is running and ends; new requests get a 503. A second one stops at once.
+SIGTERM (or Ctrl-C) finishes what is running and ends; new requests get a 503. A second one stops at once, at any time.
 Exit code: 0 after that; 1 when a second signal cut requests off, or the engine could not be kept up."""
 
 
@@ -43,9 +44,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="what requests call the model, instead of M; give the flag once for each name, responses have the first",
+        help="what requests call the model, instead of M (of a local path: its last part); give the flag once for each "
+        "name, responses have the first",
     )
     group.add_argument("--api-key", metavar="KEY", help="refuse requests that do not bring it; not those for /health")
+    group.add_argument(
+        "--cors-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="let scripts of web pages from there ask, such as https://example.org, or '*' for all; give the flag once "
+        "for each (default: none)",
+    )
     group.add_argument(
         "--chat-template", metavar="FILE", help="a Jinja file, or the name of one of the model's templates"
     )
@@ -71,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
     options = ServerOptions(
         host=args.host,
         port=args.port,
-        model_names=tuple(args.served_model_name or [args.model]),
+        model_names=tuple(args.served_model_name or [public_name(args.model)]),
+        model_aliases=() if args.served_model_name else (args.model,),
+        cors_origins=tuple(args.cors_origin or ()),
         api_key=args.api_key,
         chat_template=read_chat_template(args.chat_template),
         max_waiting=args.max_waiting,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.config import EngineConfig, ModelConfig
 from octavo.core import KVSnapshot
@@ -21,12 +21,14 @@ from octavo.engine.supervisor import Health, Supervisor, SupervisorOptions
 from octavo.errors import OctavoError, QueueFullError, RequestError
 from octavo.models import model_config
 from octavo.outputs import RequestOutput
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.sampling_params import Bans, BeamSearchParams, SamplingParams
 from octavo.tokenizer import Tokenizer, load_tokenizer
 from octavo.weights import open_checkpoint, resolve_model
 from octavo.worker import BootReport
 
-LONG_PROMPT = 4096  # characters or tokens; from here on prompts are tokenised and checked in a thread
+T = TypeVar("T")
+
+LONG_PROMPT = 4096  # characters or tokens; from here on prompts and parameters are tokenised and checked in a thread
 
 
 class AsyncLLMEngine:
@@ -105,6 +107,13 @@ class AsyncLLMEngine:
         """The longest context, in tokens."""
         return self._inputs.max_model_len
 
+    def check_text(self, text: str) -> None:
+        """
+        Raises:
+            RequestError: no prompt is as long as this text, however it is tokenised.
+        """
+        self._inputs.check_text(text)
+
     @property
     def health(self) -> Health:
         """What is true now. A request may be submitted whenever it is `alive`."""
@@ -139,9 +148,9 @@ class AsyncLLMEngine:
             raise RequestError(f"{len(request_ids)} request_ids for {len(batch)} prompts; give one for each")
         self._check_open()
         self._dispatcher.check_room(sum(map(_num_choices, own_params)))
-        tokens = await self._tokens(batch)
+        bans, tokens = await self._tokenised(batch, own_params)
         self._check_open()
-        requests = [self._process(*each, priority) for each in zip(batch, own_params, tokens, strict=True)]
+        requests = self._requests(batch, own_params, bans, tokens, priority)
         names = request_ids or [f"request-{self._num_requests + i}" for i in range(len(batch))]
         self._num_requests += len(batch)
         texts = [prompt_text(prompt) for prompt in batch]
@@ -215,18 +224,48 @@ class AsyncLLMEngine:
         if self._closed_to_new is not None:
             raise QueueFullError(self._closed_to_new, retry_after=1)
 
-    async def _tokens(self, batch: list[Prompt]) -> list[list[int]]:
-        def all_tokens() -> list[list[int]]:
-            return [self._inputs.tokens(prompt) for prompt in batch]
+    async def _tokenised(
+        self, batch: list[Prompt], params: list[SamplingParams]
+    ) -> tuple[dict[int, Bans], list[list[int]]]:
+        """The bans of the parameters, by `id`, and the tokens of the prompts."""
 
-        if sum(map(_size, batch)) < LONG_PROMPT:
-            return all_tokens()
-        return await asyncio.to_thread(all_tokens)
+        def tokenise() -> tuple[dict[int, Bans], list[list[int]]]:
+            bans = {key: self._bans(own) for key, own in distinct.items()}
+            return bans, [_of(batch, i, self._inputs.tokens, prompt) for i, prompt in enumerate(batch)]
 
-    def _process(self, prompt: Prompt, params: Any, tokens: list[int], priority: int) -> Request:
+        distinct = {id(own): own for own in params}  # usually one, for all prompts
+        if sum(map(_size, batch)) + sum(map(_params_size, distinct.values())) < LONG_PROMPT:
+            return tokenise()
+        return await asyncio.to_thread(tokenise)
+
+    def _bans(self, params: Any) -> Bans:
         if isinstance(params, BeamSearchParams):
             raise RequestError("beam search is not served by AsyncLLMEngine yet; use LLM.beam_search")
-        return self._inputs.process(prompt, params, priority, tokens=tokens)
+        return self._inputs.bans(params)
+
+    def _requests(
+        self,
+        batch: list[Prompt],
+        params: list[SamplingParams],
+        bans: dict[int, Bans],
+        tokens: list[list[int]],
+        priority: int,
+    ) -> list[Request]:
+        def request(i: int) -> Request:
+            own = params[i]
+            return self._inputs.process(batch[i], own, priority, tokens=tokens[i], bans=bans[id(own)])
+
+        return [_of(batch, i, request, i) for i in range(len(batch))]
+
+
+def _of(batch: list[Prompt], index: int, work: Callable[[Any], T], what: Any) -> T:
+    """What is done for one prompt of a batch, whose index its errors name."""
+    try:
+        return work(what)
+    except RequestError as error:
+        if len(batch) == 1:
+            raise
+        raise RequestError(f"prompt[{index}]: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +304,13 @@ def _pairs(
 def _num_choices(params: Any) -> int:
     """How many sequences will be asked for; 1 of what will be refused."""
     return params.num_choices if isinstance(params, SamplingParams) else 1
+
+
+def _params_size(params: Any) -> int:
+    """Characters that have to be tokenised, and ids that have to be checked."""
+    if not isinstance(params, SamplingParams):
+        return 0
+    return 2 * sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())
 
 
 def _size(prompt: Any) -> int:

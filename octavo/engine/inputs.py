@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import NotRequired, TypedDict
 
 from octavo.config import ModelConfig
@@ -54,26 +55,46 @@ class InputProcessor:
         self._num_requests = 0
         self._num_sequences = 0
 
+    @cached_property
+    def max_characters(self) -> int:
+        """No longer text fits into the context: each token stands for so many characters at most."""
+        return self.max_model_len * self.tokenizer.longest_token
+
+    def check_text(self, text: str) -> None:
+        """
+        Raises:
+            RequestError: the text is so long that it need not be tokenised, which would take long.
+        """
+        if len(text) > self.max_model_len and len(text) > self.max_characters:
+            raise RequestError(
+                f"the prompt has {len(text)} characters; the context holds {self.max_model_len} tokens, of "
+                f"{self.tokenizer.longest_token} characters at most: shorten the prompt"
+            )
+
     def process(
-        self, prompt: Prompt, params: SamplingParams, priority: int = 0, *, tokens: list[int] | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        tokens: list[int] | None = None,
+        bans: Bans | None = None,
     ) -> Request:
         """
         Args:
             tokens: what `tokens` made of the prompt, if it did.
+            bans: what `bans` made of the parameters, likewise.
 
         Raises:
             RequestError: the prompt or its salt is empty or of the wrong type; the prompt names ids that the model
                 lacks, or leaves no room in the context for one token; a parameter names such an id, or parameters leave
                 no token to sample.
         """
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params={params!r}: expected SamplingParams")
+        bans = self.bans(params) if bans is None else bans
         _check_priority(priority)
         tokens, salt = self.tokens(prompt) if tokens is None else tokens, _cache_salt(prompt)
         if params.prompt_logprobs is not None:
             _check_ids("prompt_token_ids with prompt_logprobs", tokens, self.vocab_size)
-        _check_ids("stop_token_ids", params.stop_token_ids, self.model.vocab_size)
-        bans = self._bans(params)
         self._check_length(len(tokens), scores=params.max_tokens == 0)
         room = self.max_model_len if params.max_tokens is None else len(tokens) + params.max_tokens
         first = SequenceRequest(
@@ -133,7 +154,15 @@ class InputProcessor:
                 "to generate: shorten the prompt, or score it with max_tokens=0"
             )
 
-    def _bans(self, params: SamplingParams) -> Bans:
+    def bans(self, params: SamplingParams) -> Bans:
+        """What the parameters forbid; may be called in any thread.
+
+        Raises:
+            RequestError: a parameter names an id that the model lacks, or they leave no token to sample.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params={params!r}: expected SamplingParams")
+        _check_ids("stop_token_ids", params.stop_token_ids, self.model.vocab_size)
         _check_ids("logit_bias", (token for token, _ in params.logit_bias), self.vocab_size)
         _check_ids("allowed_token_ids", params.allowed_token_ids or (), self.vocab_size)
         words = dict.fromkeys(form for word in params.bad_words for form in self._forms(word))
@@ -159,11 +188,12 @@ class InputProcessor:
         """The prompt's token ids; may be called in any thread.
 
         Raises:
-            RequestError: the prompt is empty, of the wrong type, or names ids that the model lacks.
+            RequestError: the prompt is empty, of the wrong type, far too long, or names ids that the model lacks.
         """
         given = {"prompt": prompt} if isinstance(prompt, str) else prompt
         names = set(given) - {"cache_salt"} if isinstance(given, Mapping) else set()
         if isinstance(given, Mapping) and names == {"prompt"} and isinstance(given["prompt"], str):
+            self.check_text(given["prompt"])
             tokens = self.tokenizer.encode(given["prompt"])
             if self.tokenizer.vocab_size > self.model.vocab_size:
                 _check_ids("the prompt's tokens", tokens, self.model.vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Depends, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from octavo.server import chat, completions, health, models, tokenize
 from octavo.server.context import Context, require_key, require_open
@@ -22,4 +23,12 @@ def make_app(context: Context) -> FastAPI:
         locked.include_router(router, prefix="/v1", dependencies=[Depends(require_open)])
     app.include_router(locked)
     add_error_handlers(app)
+    if context.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=context.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return app

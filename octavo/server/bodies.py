@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from octavo.server.errors import APIError
 
 MAX_BODY_BYTES = 16 * 2**20
+BODY_SECONDS = 60.0  # in which a body has to arrive
 MAX_SHOWN = 60  # characters of a refused value that a message repeats
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -26,24 +28,32 @@ async def read_body(request: Request, model: type[Body]) -> Body:
     surrogates and deep nesting, which no part behind this one could bear.
 
     Raises:
-        APIError: 400, it is not JSON or not such a body; 413, it is too large; 415, it is said to be something else.
+        APIError: 400, it is not JSON or not such a body; 408, it comes too slowly; 413, it is too large; 415, it is
+            said to be something else.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise APIError(415, f"content-type={shown(kind)}: expected application/json")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            body = await _bytes(request)
+    except TimeoutError as error:
+        message = f"the body has not arrived within {BODY_SECONDS:g} seconds; send it faster, or less at once"
+        raise APIError(408, message, headers={"connection": "close"}) from error
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error) from error
+
+
+async def _bytes(request: Request) -> bytes:
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_BODY_BYTES:
-            raise APIError(
-                413,
-                f"the body has more than {MAX_BODY_BYTES} bytes; send less at once",
-                headers={"connection": "close"},
-            )
-    try:
-        return model.model_validate_json(bytes(body))
-    except ValidationError as error:
-        raise _refusal(error) from error
+            message = f"the body has more than {MAX_BODY_BYTES} bytes; send less at once"
+            raise APIError(413, message, headers={"connection": "close"})
+    return bytes(body)
 
 
 def shown(value: object) -> str:

@@ -103,7 +103,7 @@ async def create_chat_completion(request: Request, context: ContextOf) -> Respon
     body = await read_body(request, ChatCompletionRequest)
     context.check_model(body.model)
     body.check()
-    params = body.sampling_params(
+    params = await body.sampling_params(
         logprobs=body.num_logprobs(),
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
     )

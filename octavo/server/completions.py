@@ -96,7 +96,7 @@ async def create_completion(request: Request, context: ContextOf) -> Response:
     body = await read_body(request, CompletionRequest)
     context.check_model(body.model)
     body.check()
-    params = body.sampling_params(logprobs=body.logprobs, prompt_logprobs=_prompt_logprobs(body))
+    params = await body.sampling_params(logprobs=body.logprobs, prompt_logprobs=_prompt_logprobs(body))
     prompts = body.prompts()
     reply = CompletionReply(
         model=context.model_names[0],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends
@@ -23,6 +24,8 @@ class Context:
     renderer: ChatRenderer
     model_names: tuple[str, ...]  # what a request may call the model; responses name the first
     api_key: str | None = None
+    aliases: tuple[str, ...] = ()  # what it may call it too; not shown
+    cors_origins: tuple[str, ...] = ()  # web pages that may ask, "*": all of them
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # no new work is taken
 
@@ -31,13 +34,19 @@ class Context:
         Raises:
             APIError: 404, the model has another name; a request that names none means the one that is there.
         """
-        if name is not None and name not in self.model_names:
+        if name is not None and name not in self.model_names and name not in self.aliases:
             raise APIError(
                 404,
                 f"model={name[:80]!r} does not exist; this server has {', '.join(map(repr, self.model_names))}",
                 param="model",
                 code="model_not_found",
             )
+
+
+def public_name(model: str) -> str:
+    """What to call a model that was given no name: of a local path its last part, the rest being nobody's business."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
 
 
 def context_of(request: Request) -> Context:
@@ -60,7 +69,9 @@ async def require_key(request: Request) -> None:
     key = context_of(request).api_key
     if key is None:
         return
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":  # RFC 9110: whichever case
+        given = ""
     if not hmac.compare_digest(given.encode(), key.encode()):
         raise APIError(
             401,

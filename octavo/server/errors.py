@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -15,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from octavo.errors import OctavoError, QueueFullError, RequestError
+from octavo.metrics import log_event
 from octavo.sampling_params import SamplingParams
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is left to read it
@@ -22,6 +24,7 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is left to read it
 # What a message of RequestError may begin with, as in `top_k=0.4: expected a whole number ...`
 _NAMES = {f.name for f in fields(SamplingParams)} | {"priority", "cache_salt", "messages", "chat_template_kwargs"}
 _NAMED = re.compile(r"(\w+)(?:\[[^\]]*\])?[=:]")
+_OF_PROMPT = re.compile(r"prompt\[\d+\]: ")  # what comes before it where there are several
 
 
 class APIError(OctavoError):
@@ -74,9 +77,17 @@ def api_error(error: OctavoError) -> APIError:
     if isinstance(error, QueueFullError):
         return unavailable(message, error.retry_after)
     if isinstance(error, RequestError):
-        named = _NAMED.match(message)
-        return APIError(400, message, param=named[1] if named is not None and named[1] in _NAMES else None)
+        return APIError(400, message, param=_blamed(message))
     return APIError(500, message)
+
+
+def _blamed(message: str) -> str | None:
+    """The field that an error's message names."""
+    of_prompt = _OF_PROMPT.match(message)
+    named = _NAMED.match(message, of_prompt.end() if of_prompt else 0)
+    if named is not None and named[1] in _NAMES:
+        return named[1]
+    return "prompt" if of_prompt else None
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -86,9 +97,23 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_bug)
 
 
+def name_request(request: Request, name: str) -> None:
+    """What its response has as `x-request-id`, be it an error."""
+    request.state.octavo_id = name
+
+
+def _refused(request: Request, error: APIError) -> Response:
+    """The id finds the line in the log."""
+    name: str = getattr(request.state, "octavo_id", None) or f"req-{uuid.uuid4().hex}"
+    log_event("request_refused", {"id": name, "status": error.status, "error": str(error)})
+    response = error.response()
+    response.headers["x-request-id"] = name
+    return response
+
+
 async def _on_octavo_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, OctavoError)
-    return api_error(error).response()
+    return _refused(request, api_error(error))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -101,7 +126,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         message = f"there is no {asked}; the path allows {(error.headers or {}).get('Allow', 'other methods')}"
     else:
         message = error.detail
-    return APIError(error.status_code, message, headers=error.headers).response()
+    return _refused(request, APIError(error.status_code, message, headers=error.headers))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
@@ -110,4 +135,4 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Starlette raises the error again once this is sent, so that it is logged with its traceback."""
-    return APIError(500, "an error inside of the server; its log holds the details").response()
+    return _refused(request, APIError(500, "an error inside of the server; its log holds the details"))

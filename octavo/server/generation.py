@@ -15,7 +15,7 @@ from octavo.errors import OctavoError
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.context import context_of
-from octavo.server.errors import api_error
+from octavo.server.errors import api_error, name_request
 from octavo.server.replies import Reply
 from octavo.server.streaming import DONE, Delta, EventStream, event, merge, while_connected
 
@@ -38,6 +38,7 @@ async def respond(
     engine = context_of(request).engine
     ids = [reply.id if len(prompts) == 1 else f"{reply.id}-{i}" for i in range(len(prompts))]
     headers = {"x-request-id": reply.id}
+    name_request(request, reply.id)
 
     async def submit() -> list[RequestStream]:
         return await engine.submit(prompts, params, priority=priority or 0, request_ids=ids)

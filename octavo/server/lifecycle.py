@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 import signal
 import socket
@@ -18,13 +19,12 @@ from octavo.engine.async_llm_engine import AsyncLLMEngine
 from octavo.errors import ConfigError, OctavoError
 from octavo.metrics import log_event
 from octavo.server.app import make_app
-from octavo.server.context import Context
+from octavo.server.context import Context, public_name
+from octavo.server.protocol import MAX_CONNECTIONS, http_config
 from octavo.server.templates import ChatRenderer
 
-KEEP_ALIVE_SECONDS = 300  # of a connection without a request; it costs a socket and some kilobytes
-LAST_BYTES_SECONDS = 5  # for slow clients to read what is there for them, once all is computed
-BACKLOG = 2048
-MAX_CONNECTIONS = 2**16
+LAST_BYTES_SECONDS = 5  # for slow clients to read what is there for them, once all is computed or lost
+OTHER_FILES = 64  # descriptors that are no connections: with them an engine can be started again at any time
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,13 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0 takes any that is free
-    model_names: tuple[str, ...] = ()  # none: as the model is called in EngineConfig
+    model_names: tuple[str, ...] = ()  # none: as the model is called in EngineConfig, without the folders
+    model_aliases: tuple[str, ...] = ()  # what requests may call it too; not shown
     api_key: str | None = None
     chat_template: str | None = None  # Jinja source, or the name of one of the model's
     max_waiting: int = 1024  # sequences, beyond those that may run at once
     drain_seconds: float = 30.0
+    cors_origins: tuple[str, ...] = ()  # web pages whose scripts may ask, such as "https://example.org"; "*": all
 
     def __post_init__(self) -> None:
         for name, most in (("port", 65535), ("max_waiting", 2**31 - 1), ("drain_seconds", 1e9)):
@@ -50,6 +52,9 @@ class ServerOptions:
                 raise ConfigError(f"{name}={value}: must be at least 0 and at most {most:.0f}")
         if self.api_key == "":
             raise ConfigError("api_key='': must not be empty; leave it out to serve everybody")
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(r"\w[\w+.-]*://[^/\s]+", origin):
+                raise ConfigError(f"cors_origin={origin!r}: expected an origin such as 'https://example.org', or '*'")
 
 
 OnReady = Callable[[str, AsyncLLMEngine], None]
@@ -59,7 +64,8 @@ async def serve(config: EngineConfig, options: ServerOptions, *, on_ready: OnRea
     """Loads the model and serves until a signal comes, or until the engine cannot be kept up.
 
     The first SIGTERM or SIGINT drains: new requests get a 503, those that are there are finished, or aborted when
-    `drain_seconds` are over. The second one stops at once.
+    `drain_seconds` are over. Then, as after the loss of the engine, clients have some seconds to read what is there for
+    them. The second signal stops at once, at any time.
 
     Args:
         on_ready: called with the server's URL when it serves.
@@ -71,13 +77,24 @@ async def serve(config: EngineConfig, options: ServerOptions, *, on_ready: OnRea
         ConfigError: the address is taken, or an option cannot be honoured.
         ModelError: the model cannot be found, read or understood.
     """
-    _allow_many_connections()
+    max_connections = _allow_many_connections()
     with _bound(options.host, options.port) as listener:
         async with await AsyncLLMEngine.start(config, max_waiting=options.max_waiting) as engine:
-            with closing(ChatRenderer(engine.tokenizer, options.chat_template)) as renderer:
-                context = Context(engine, renderer, options.model_names or (config.model,), options.api_key)
-                server = _Server(make_app(context), on_started=lambda: on_ready(_url(listener), engine))
+            with closing(ChatRenderer(engine.tokenizer, options.chat_template, engine.check_text)) as renderer:
+                context = _context(config, options, engine, renderer)
+                server = _Server(make_app(context), max_connections, lambda: on_ready(_url(listener), engine))
                 return await _run(server, listener, context, options.drain_seconds)
+
+
+def _context(config: EngineConfig, options: ServerOptions, engine: AsyncLLMEngine, renderer: ChatRenderer) -> Context:
+    return Context(
+        engine,
+        renderer,
+        options.model_names or (public_name(config.model),),
+        options.api_key,
+        options.model_aliases if options.model_names else (config.model,),
+        options.cors_origins,
+    )
 
 
 async def _run(server: _Server, listener: socket.socket, context: Context, drain_seconds: float) -> int:
@@ -87,11 +104,19 @@ async def _run(server: _Server, listener: socket.socket, context: Context, drain
         stopped = asyncio.ensure_future(signals.get())
         try:
             await asyncio.wait((serving, lost, stopped), return_when=asyncio.FIRST_COMPLETED)
-            code = await _drain(context, lost, signals, drain_seconds) if stopped.done() else 1
+            hurried = False
+            if stopped.done():
+                hurried = await _drain(context, lost, signals, drain_seconds)
+            code = 1 if hurried or lost.done() or serving.done() else 0
             await context.engine.close()  # what is not finished ends here, and its clients are told
-            server.end(0 if code else LAST_BYTES_SECONDS)
+            server.end(0 if hurried else LAST_BYTES_SECONDS)
+            if stopped.done():
+                stopped = asyncio.ensure_future(signals.get())
+            await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                server.end(0)
             await serving
-            return code
+            return 1 if stopped.done() else code
         finally:
             for task in (serving, lost, stopped):
                 task.cancel()
@@ -99,16 +124,16 @@ async def _run(server: _Server, listener: socket.socket, context: Context, drain
 
 async def _drain(
     context: Context, lost: asyncio.Future[OctavoError], signals: asyncio.Queue[int], seconds: float
-) -> int:
-    """Takes no more requests, and waits for those that are there, for their deadline, or for another signal. Returns
-    the exit code."""
+) -> bool:
+    """Takes no more requests, and waits for those that are there, for their deadline, or for the loss of the engine.
+    Whether another signal cut that short."""
     log_event("draining", {"seconds": seconds, "requests": context.engine.num_unfinished_requests})
     context.draining = True
     drained = asyncio.ensure_future(context.engine.drain(seconds))
     again = asyncio.ensure_future(signals.get())
     try:
         await asyncio.wait((drained, lost, again), return_when=asyncio.FIRST_COMPLETED)
-        return 0 if drained.done() else 1
+        return again.done()
     finally:
         drained.cancel()
         again.cancel()
@@ -153,31 +178,22 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _allow_many_connections() -> None:
-    """Each takes a file descriptor, and many systems allow 1,024 unless asked for more."""
+def _allow_many_connections() -> int:
+    """Each takes a file descriptor, and many systems allow 1,024 unless asked for more. How many there may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, MAX_CONNECTIONS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    files = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(soft, MAX_CONNECTIONS)
+    return (files - OTHER_FILES) * 15 // 16  # some more are held for a moment, to be told that they are too many
 
 
 class _Server(uvicorn.Server):
     """uvicorn, with the signals left to us, and a word when it listens."""
 
-    def __init__(self, app: FastAPI, on_started: Callable[[], None]) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            )
-        )
+    def __init__(self, app: FastAPI, max_connections: int, on_started: Callable[[], None]) -> None:
+        super().__init__(http_config(app, max_connections))
         self._on_started = on_started
 
     def end(self, seconds: float) -> None:

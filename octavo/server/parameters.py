@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar
@@ -16,6 +17,8 @@ from octavo.server.errors import APIError
 _SAMPLING = [f.name for f in fields(SamplingParams)]
 _MOST_LOGGED = 16  # names of unknown fields in one line of the log
 _MOST_DIGITS = 18  # of a token id
+MAX_BIASES = 300  # entries of logit_bias, as OpenAI's
+LONG_LIST = 1024  # ids or characters; from here on it is checked in a thread
 
 # OpenAI's fields that change nothing here, and that are no surprise.
 _WITHOUT_EFFECT = {
@@ -87,7 +90,13 @@ class GenerationRequest(BaseModel):
     def include_usage(self) -> bool:
         return bool((self.stream_options or {}).get("include_usage"))
 
-    def sampling_params(self, **own: Any) -> SamplingParams:
+    async def sampling_params(self, **own: Any) -> SamplingParams:
+        """`make_sampling_params`; where lists are so long that others would notice, in a thread."""
+        if sum(map(_length, (self.allowed_token_ids, self.stop_token_ids, self.bad_words))) < LONG_LIST:
+            return self.make_sampling_params(**own)
+        return await asyncio.to_thread(self.make_sampling_params, **own)
+
+    def make_sampling_params(self, **own: Any) -> SamplingParams:
         """
         Args:
             own: what the endpoint makes of its own fields, None too.
@@ -145,10 +154,18 @@ class GenerationRequest(BaseModel):
             )
 
 
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, list) else 0
+
+
 def _by_token_id(biases: object) -> object:
     """JSON has text as keys only."""
     if not isinstance(biases, Mapping):
         return biases
+    if len(biases) > MAX_BIASES:
+        raise APIError(
+            400, f"logit_bias: {len(biases)} token ids; at most {MAX_BIASES} may be given", param="logit_bias"
+        )
     for key in biases:
         if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS):
             raise APIError(400, f"logit_bias={shown(key)}: the keys are token ids, such as '42'", param="logit_bias")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from octavo.outputs import CompletionOutput, FinishReason, PositionLogprobs, Req
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"  # a comment, which clients skip
+PING_SECONDS = 15.0  # of silence, after which a proxy might take the server for dead
 
 
 def event(value: object) -> bytes:
@@ -155,6 +159,22 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._spoke = time.monotonic()
+            pings = asyncio.ensure_future(self._ping(send))
+            try:
+                async for data in events:
+                    self._spoke = math.inf  # while this is being sent
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    self._spoke = time.monotonic()
+            finally:
+                pings.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _ping(self, send: Send) -> None:
+        """While a request waits, in the queue or for an engine that is being started again, it is heard of."""
+        while True:
+            silence = max(0.0, time.monotonic() - self._spoke)
+            if silence >= PING_SECONDS:
+                await send({"type": "http.response.body", "body": PING, "more_body": True})
+                self._spoke, silence = time.monotonic(), 0.0
+            await asyncio.sleep(PING_SECONDS - silence)

@@ -15,6 +15,7 @@ from octavo.server.bodies import described, read_body, shown
 from octavo.server.chat import TemplateOptions
 from octavo.server.context import Context, ContextOf
 from octavo.server.errors import APIError
+from octavo.tokenizer import Tokenizer
 
 router = APIRouter()
 
@@ -62,8 +63,12 @@ async def tokenize(request: Request, context: ContextOf) -> Response:
     tokens = await body.token_ids(context)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": context.engine.max_model_len, "tokens": tokens}
     if body.return_token_strs:
-        answer["token_strs"] = [context.engine.tokenizer.token_text(token) for token in tokens]
+        answer["token_strs"] = await asyncio.to_thread(_texts, context.engine.tokenizer, tokens)
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    return [tokenizer.token_text(token) for token in tokens]
 
 
 @router.post("/detokenize", openapi_extra=described(DetokenizeRequest))
@@ -73,10 +78,10 @@ async def detokenize(request: Request, context: ContextOf) -> Response:
     context.check_model(body.model)
     tokenizer = context.engine.tokenizer
     last = tokenizer.vocab_size - 1
-    for token in body.tokens:
+    for token in (min(body.tokens, default=0), max(body.tokens, default=0)):
         if not 0 <= token <= last:
             raise APIError(
                 400, f"tokens: {shown(token)} is not a token id; the model's are 0 to {last}", param="tokens"
             )
-    text = tokenizer.decode(body.tokens, skip_special_tokens=False)
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
     return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")

@@ -25,6 +25,18 @@ class ChatPrompt:
     token_ids: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A conversation as a template has written it, not tokenised yet."""
+
+    guarded: str  # with a guard in every special token that the request spells out
+    guard: str
+
+    @property
+    def text(self) -> str:
+        return self.guarded.replace(self.guard, "")
+
+
 class ChatTemplates:
     """The chat templates of one model, and what runs them.
 
@@ -40,7 +52,11 @@ class ChatTemplates:
         self._guard = Guard(tokenizer)
         self._sandbox = Sandbox()
 
-    def render(
+    def render(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
+        """The prompt of one conversation: `write`, whose arguments and errors these are, then `tokenize`."""
+        return self.tokenize(self.write(messages, **options))
+
+    def write(
         self,
         messages: Sequence[Message],
         *,
@@ -50,8 +66,8 @@ class ChatTemplates:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> ChatPrompt:
-        """The prompt of one conversation. The template alone decides whether it begins with BOS.
+    ) -> Written:
+        """The text of one conversation. The template alone decides whether it begins with BOS.
 
         Args:
             messages: objects with `role` and `content` (text, or a list of `{"type": "text", "text": ...}`); other
@@ -89,8 +105,12 @@ class ChatTemplates:
         text = self._sandbox.render(template, variables)
         if continue_final_message:
             text = _cut(text, end, last)
+        return Written(text, guard)
+
+    def tokenize(self, written: Written) -> ChatPrompt:
+        text, guard = written.guarded, written.guard
         token_ids = self._tokenizer.encode_guarded(text, guard) if guard in text else self._plain_ids(text)
-        return ChatPrompt(text.replace(guard, ""), token_ids)
+        return ChatPrompt(written.text, token_ids)
 
     def close(self) -> None:
         self._sandbox.close()

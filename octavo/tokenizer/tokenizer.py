@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import tokenizers
@@ -90,6 +91,12 @@ class Tokenizer:
     @property
     def special_texts(self) -> list[str]:
         return [self._added[i] for i in sorted(self._special)]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters that one token stands for. (One that swallows the white space around it, or a normaliser that
+        drops characters, could make more of them; a text that would need that is none.)"""
+        return max(map(len, self._engine.get_vocab()))
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special

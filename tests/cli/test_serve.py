@@ -155,6 +155,27 @@ def test_a_client_that_does_not_read_cannot_hold_up_the_end(model: Path) -> None
         assert "Traceback" not in err
 
 
+def test_a_second_signal_stops_at_once_when_all_is_computed_too(model: Path) -> None:
+    """While a client that does not read is given a last chance."""
+    with Served(model, "--drain-seconds", "0.1", "--verbose") as served, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(served.url.rpartition(":")[2])))
+        body = json.dumps({**LONG, "n": 2, "max_tokens": 60_000, "logprobs": 20}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+        time.sleep(1.5)
+        served.process.send_signal(signal.SIGTERM)
+        time.sleep(1.5)
+        assert served.process.poll() is None
+        assert served.engines() == []  # nothing is computed any more
+        start = time.monotonic()
+        served.process.send_signal(signal.SIGTERM)
+        code, _, err = served.end()
+        assert time.monotonic() - start < 1.5
+        assert code == 1
+        assert "Traceback" not in err
+
+
 def test_a_killed_server_leaves_no_engine(model: Path) -> None:
     with Served(model) as served:
         served.start_stream(60_000)
@@ -210,13 +231,53 @@ def test_an_engine_that_cannot_be_kept_up(model: Path) -> None:
         assert "Traceback" not in err
 
 
+def test_who_waits_for_an_answer_in_one_piece_is_told_too(model: Path) -> None:
+    """That the engine cannot be kept up: 500 with the reason, not a connection that is cut. One client reads slowly."""
+    with Served(model, script=IMPATIENT) as served:
+        port = int(served.url.rpartition(":")[2])
+        body = json.dumps({**LONG, "stream": False, "max_tokens": 60_000}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+        for connection in connections:
+            connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+        time.sleep(0.3)
+        lines = served.start_stream(60_000)
+        deadline = time.monotonic() + 30
+        while served.process.poll() is None:
+            for engine in served.engines():
+                with suppress(ProcessLookupError):
+                    os.kill(engine, signal.SIGKILL)
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        assert "in a row" in list(lines)[-2]
+        for connection in connections:
+            answer = b""
+            while piece := connection.recv(2**16):
+                answer += piece
+            assert answer.startswith(b"HTTP/1.1 500 ")
+            assert b"3 times in a row" in answer
+            connection.close()
+        assert served.end()[0] == 1
+
+
 def test_a_template_from_a_file(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "t.jinja"
     file.write_text(TEMPLATE)
     with Served(model, "--chat-template", str(file)) as served:
         answer = served.post("/v1/chat/completions", {"messages": ONE, "max_tokens": 2, "return_token_ids": True})
         assert answer.json()["choices"][0]["prompt_token_ids"][0] == 2
-        assert answer.json()["model"] == str(model)
+        assert answer.json()["model"] == "long"
+
+
+def test_a_local_model_is_called_by_its_last_part(model: Path) -> None:
+    """The path is nobody's business; a request may say it all the same."""
+    with Served(model) as served:
+        assert [card["id"] for card in httpx.get(served.url + "/v1/models").json()["data"]] == ["long"]
+        for name in ("long", str(model), None):
+            answer = served.post("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1})
+            assert answer.json()["model"] == "long"
+        error = served.post("/v1/completions", {"model": "other", "prompt": "a"}).json()["error"]
+        assert error["message"] == "model='other' does not exist; this server has 'long'"
 
 
 def test_a_key(model: Path) -> None:
@@ -249,6 +310,7 @@ def test_an_address_that_is_taken(model: Path) -> None:
     (["--max-num-seqs", "0"], "max_num_seqs=0: must be at least 1"),
     (["--chat-template", "nosuch"], "chat_template='nosuch' is neither Jinja source nor the name"),
     (["--api-key", ""], "api_key='': must not be empty"),
+    (["--cors-origin", "example.org"], "cors_origin='example.org': expected an origin such as"),
 ])  # fmt: skip
 def test_mistakes(model: Path, flags: list[str], message: str) -> None:
     code, out, err = run(str(model), *flags)

@@ -16,7 +16,10 @@ import openai
 import uvicorn
 
 from octavo import AsyncLLMEngine, EngineConfig
+from octavo.engine.supervisor import SupervisorOptions
 from octavo.server import ChatRenderer, Context, make_app
+from octavo.server.protocol import MAX_CONNECTIONS, http_config
+from tests.engine.failing_engine import MODULE
 
 T = TypeVar("T")
 
@@ -24,7 +27,21 @@ T = TypeVar("T")
 class LiveServer:
     """As `octavo serve`, without the signals. Entering it waits until it serves."""
 
-    def __init__(self, model: Path, *, max_waiting: int = 256, api_key: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        max_waiting: int = 256,
+        api_key: str | None = None,
+        module: str = MODULE,
+        max_connections: int = MAX_CONNECTIONS,
+        cors_origins: tuple[str, ...] = (),
+        **options: Any,
+    ) -> None:
+        """`module`: of the engine process, which does as `faults.json` beside the model says, if there is one."""
+        self._module = module
+        self._max_connections = max_connections
+        self._cors_origins = cors_origins
         self._config = EngineConfig(str(model), num_threads=1, **{"num_kv_blocks": 512, **options})
         self._max_waiting = max_waiting
         self._api_key = api_key
@@ -39,11 +56,13 @@ class LiveServer:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         try:
-            engine = await AsyncLLMEngine.start(self._config, max_waiting=self._max_waiting)
-            renderer = ChatRenderer(engine.tokenizer)
-            self.context = Context(engine, renderer, ("tiny", "alias"), self._api_key)
+            supervision = SupervisorOptions(module=self._module)
+            engine = await AsyncLLMEngine.start(self._config, max_waiting=self._max_waiting, options=supervision)
+            renderer = ChatRenderer(engine.tokenizer, check_text=engine.check_text)
+            names, aliases = ("tiny", "alias"), ("hidden",)
+            self.context = Context(engine, renderer, names, self._api_key, aliases, self._cors_origins)
             app = make_app(self.context)
-            self._uvicorn = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
+            self._uvicorn = uvicorn.Server(http_config(app, self._max_connections))
             self._loop.call_soon(self._started.set)
             await self._uvicorn.serve(sockets=[self._listener])
             renderer.close()

@@ -14,7 +14,9 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from octavo.engine.streams import RequestStream
 from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.sampling_params import SamplingParams
 from octavo.server.bodies import MAX_BODY_BYTES
 from tests.engine.test_chat import ONE
 from tests.server.live import LiveServer
@@ -44,6 +46,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     ("top_p", 1.5, "top_p=1.5: must be a finite number between 0 and 1"),
     ("presence_penalty", 3, "presence_penalty=3: must be a finite number between -2 and 2"),
     ("logit_bias", {"100000": 1}, "logit_bias: 100000 is not a token id; the model's are 0 to 3"),  # CASES 8
+    ("logit_bias", {str(i): 1 for i in range(301)}, "logit_bias: 301 token ids; at most 300 may be given"),
     ("logit_bias", {"x": 1}, "logit_bias='x': the keys are token ids, such as '42'"),
     ("logit_bias", {"9" * 5000: 1}, "logit_bias='9999"),
     ("logit_bias", {"5": 101}, "logit_bias[5]=101: must be a finite number between -100 and 100"),
@@ -106,6 +109,39 @@ def test_refused_completions(server: LiveServer, body: dict[str, Any], message: 
     error = error_of(server.post("/v1/completions", body), 400)
     assert message in error["message"]
     assert error["param"] == param
+
+
+@pytest.mark.parametrize(("body", "message", "param"), [
+    ({"prompt": ["a", "b", ""]}, "prompt[2]: the prompt is empty", "prompt"),
+    ({"prompt": ["a", "b " * 300]}, "prompt[1]: the prompt has ", "prompt"),
+    ({"prompt": [[5], [6, 99999]]}, "prompt[1]: prompt_token_ids: 99999 is not a token id", "prompt"),
+    ({"prompt": ["a", "b"], "cache_salt": ""}, "cache_salt='': expected text", "cache_salt"),
+    ({"prompt": ["a", "b"], "logit_bias": {"999": 1}}, "logit_bias: 999 is not a token id", "logit_bias"),
+    ({"prompt": ["a", "b"], "stop_token_ids": [999]}, "stop_token_ids: 999 is not a token id", "stop_token_ids"),
+])  # fmt: skip
+def test_which_prompt_of_a_batch_is_refused(server: LiveServer, body: dict[str, Any], message: str, param: str) -> None:
+    """By its index; what is wrong for all of them names none."""
+    error = error_of(server.post("/v1/completions", body), 400)
+    assert message in error["message"]
+    assert ("prompt[" in error["message"]) == (param in ("prompt", "cache_salt"))
+    assert error["param"] == param
+
+
+def test_errors_have_ids_too(server: LiveServer, client: openai.OpenAI, caplog: pytest.LogCaptureFixture) -> None:
+    """Each one its own, which the log has with what was wrong."""
+    caplog.set_level("INFO", "octavo")
+    answers = [
+        server.post("/v1/completions", {"prompt": ""}),
+        server.post("/v1/completions", {"prompt": "a", "n": 0}),
+        server.post("/v1/completions", b"{"),
+        server.get("/nowhere"),
+    ]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert len(set(ids)) == 4
+    assert all(name in caplog.text for name in ids)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="tiny", prompt="")
+    assert refused.value.request_id is not None
 
 
 @pytest.mark.parametrize(("body", "message"), [
@@ -186,10 +222,13 @@ def test_a_bug_is_an_error_of_that_shape_too(server: LiveServer, monkeypatch: py
 
 def test_a_key(tiny_llama: Path) -> None:
     with LiveServer(tiny_llama, api_key="k 1") as server:
-        for headers in ({}, {"authorization": "Bearer k"}, {"authorization": "Bearer ü"}, {"authorization": ""}):
+        for given in (None, "Bearer k", "Bearer ü", "", "Basic k 1", "k 1", "Bearer"):
+            headers = {} if given is None else {"authorization": given}
             answer = server.get("/v1/models", headers={k: v.encode() for k, v in headers.items()})
             assert error_of(answer, 401)["code"] == "invalid_api_key"
         assert server.post("/tokenize", {"prompt": "a"}).status_code == 401
+        for scheme in ("Bearer", "bearer", "BEARER"):
+            assert server.get("/v1/models", headers={"authorization": f"{scheme} k 1"}).status_code == 200
         assert server.get("/health").status_code == 200
         assert [model.id for model in server.client().models.list()] == ["tiny", "alias"]
 
@@ -199,6 +238,10 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     path = make_llama(tmp_path_factory.mktemp("narrow") / "long", max_position_embeddings=4096)
     with LiveServer(path, max_waiting=2, max_num_seqs=1) as server:
         yield server
+
+
+async def aborted(stream: RequestStream) -> None:
+    stream.abort()
 
 
 class TestQueue:
@@ -226,10 +269,22 @@ class TestQueue:
         assert narrow.post("/v1/completions", body).status_code == 200
 
     def test_a_batch_is_queued_whole_or_not_at_all(self, narrow: LiveServer) -> None:
+        """There is room for two of its three prompts."""
+        engine = narrow.context.engine
+        long = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+        (running,) = narrow.run(engine.submit(["the fox"], long))
+        batch = {"prompt": ["a", "b", "c"], "max_tokens": 1, "ignore_eos": True}
+        answer = narrow.post("/v1/completions", batch)
+        assert error_of(answer, 503)["code"] == "unavailable"
+        assert engine.num_unfinished_requests == 1
+        narrow.run(aborted(running))
+        narrow.wait_idle()
         before = narrow.stats()["num_tokens"]
-        answer = narrow.post("/v1/completions", {"prompt": ["the fox"] * 9, "max_tokens": 1})
-        assert answer.status_code in (400, 503)
+        answer = narrow.post("/v1/completions", {**batch, "prompt": ["a", "b", "c", "d"]})
+        assert "4 sequences in one call; at most 3 may be unfinished" in error_of(answer, 400)["message"]
         assert narrow.stats()["num_tokens"] == before
+        assert len(narrow.post("/v1/completions", batch).json()["choices"]) == 3
+        assert narrow.stats()["num_tokens"] == before + 3
 
     def test_draining(self, narrow: LiveServer) -> None:
         narrow.context.draining = True

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.sampling_params import SamplingParams
+from octavo.server import streaming
+from tests.engine.failing_engine import faulty
 from tests.engine.test_chat import ONE
 from tests.server.live import LiveServer
 from tests.tiny import make_llama
@@ -129,12 +135,73 @@ def test_an_echo_alone(server: LiveServer) -> None:
     same_in_both(server, "/v1/completions", {"prompt": "the fox", "max_tokens": 0, "echo": True, "logprobs": 1})
 
 
-def test_deltas_come_as_they_are_made(server: LiveServer) -> None:
-    body = {"prompt": "the fox", "max_tokens": 240, "temperature": 0, "ignore_eos": True, "stream": True}
-    chunks = events(server.post("/v1/completions", body))
-    assert len(chunks) > 2  # how many, depends on how fast this test reads
+@pytest.fixture(scope="module")
+def slow(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Its steps take 0.1 s."""
+    with LiveServer(faulty(model, tmp_path_factory.mktemp("slow") / "model", step_seconds=0.1)) as server:
+        yield server
+
+
+def test_deltas_come_as_they_are_made(slow: LiveServer) -> None:
+    """One with each step, when that is done."""
+    body = {"prompt": "the fox", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    whole = slow.post("/v1/completions", body).json()["choices"][0]
+    chunks, times = [], []
+    with httpx.stream("POST", slow.url + "/v1/completions", json={**body, "stream": True}, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunks.append(json.loads(line.removeprefix("data: ")))
+                times.append(time.monotonic())
+    assert len(chunks) >= 8  # some tokens are parts of characters
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
+    counts = [len(chunk["choices"][0]["token_ids"]) for chunk in chunks]
+    assert sum(counts) == 12
+    for (before, after), count in zip(pairwise(times), counts[1:], strict=True):
+        assert after - before > 0.07 * count
     assert "timings" in chunks[-1]
     assert not [chunk for chunk in chunks[:-1] if "timings" in chunk]
+
+
+def test_a_silent_stream_is_heard_of(slow: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By comments, while nothing else is sent; openai's client skips them."""
+    monkeypatch.setattr(streaming, "PING_SECONDS", 0.02)
+    body = {"prompt": "the fox", "max_tokens": 5, "temperature": 0, "ignore_eos": True, "stream": True}
+    answer = slow.post("/v1/completions", body)
+    parts = answer.content.split(b"\n\n")
+    assert (parts[-2:], parts.count(b": ping")) == ([b"data: [DONE]", b""], pytest.approx(20, abs=12))
+    for part in parts[:-2]:
+        assert part == b": ping" or json.loads(part.removeprefix(b"data: "))["choices"]
+    text = slow.post("/v1/completions", {**body, "stream": False}).json()["choices"][0]["text"]
+    client = slow.client()
+    said = client.completions.create(
+        model="tiny", prompt="the fox", max_tokens=5, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    assert "".join(chunk.choices[0].text for chunk in said) == text
+    monkeypatch.setattr(streaming, "PING_SECONDS", 1.0)
+    assert b"ping" not in slow.post("/v1/completions", body).content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_cut_off_says_so(slow: LiveServer, stream: bool) -> None:
+    """`abort`, as vLLM says; openai's client, whose types do not know it, hands it on."""
+
+    async def cut() -> None:
+        engine = slow.context.engine
+        async with asyncio.timeout(20):
+            while engine._dispatcher.outputs.num_generated_tokens < goal:
+                await asyncio.sleep(0.01)
+        for name in engine._dispatcher.ledger.request_ids():
+            engine._dispatcher.abort(name)
+
+    goal = slow.context.engine._dispatcher.outputs.num_generated_tokens + 4
+    cutting = asyncio.run_coroutine_threadsafe(cut(), slow._loop)
+    said = slow.client().completions.create(
+        model="tiny", prompt="the fox", max_tokens=100, stream=stream, extra_body={"ignore_eos": True}
+    )
+    choices = [chunk.choices[0] for chunk in said] if stream else [said.choices[0]]
+    assert choices[-1].finish_reason == "abort"
+    assert "".join(choice.text for choice in choices)
+    cutting.result(20)
 
 
 def test_no_part_of_a_stop_string_is_sent(server: LiveServer, llm: Any) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import httpx2 as httpx
 import pytest
 
 import octavo
@@ -50,6 +53,35 @@ def test_models(server: LiveServer) -> None:
     assert [model.id for model in models] == ["tiny", "alias"]
     card = server.client().models.retrieve("alias")
     assert (card.object, card.root, card.max_model_len) == ("model", "tiny", 256)
+
+
+def test_a_name_that_is_not_shown_is_a_name(server: LiveServer) -> None:
+    answer = server.post("/v1/completions", {"model": "hidden", "prompt": "a", "max_tokens": 1})
+    assert answer.json()["model"] == "tiny"
+    assert server.get("/v1/models/hidden").json()["root"] == "tiny"
+
+
+def test_web_pages(server: LiveServer, model: Path) -> None:
+    """CORS: scripts of the pages that were named may ask and read; by default, none may."""
+    asks = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    asks["access-control-request-headers"] = "authorization, content-type"
+    with LiveServer(model, cors_origins=("https://a.example",), num_kv_blocks=32) as open_server:
+        allowed = httpx.options(open_server.url + "/v1/completions", headers=asks)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        assert "authorization" in allowed.headers["access-control-allow-headers"]
+        for body in (
+            {"prompt": "a", "max_tokens": 2, "stream": True},
+            {"prompt": "a", "max_tokens": 1},
+            {"prompt": ""},
+        ):
+            answer = open_server.post("/v1/completions", body, headers={"origin": "https://a.example"})
+            assert answer.headers["access-control-allow-origin"] == "https://a.example"
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        answer = open_server.get("/v1/models", headers={"origin": "https://b.example"})
+        assert "access-control-allow-origin" not in answer.headers
+    assert "access-control-allow-origin" not in server.get("/v1/models", headers=asks).headers
+    assert httpx.options(server.url + "/v1/completions", headers=asks).status_code == 405
 
 
 def test_states(server: LiveServer) -> None:
