@@ -37,7 +37,7 @@ class TorchCollectives(Collectives):
         self._index = index
         timeout = timedelta(seconds=deadline)
         world = size * num_stages
-        with _as_collective_error("the workers did not meet"):
+        with _as_collective_error("meeting the other workers"):
             dist.init_process_group(
                 "gloo" if device == "cpu" else "nccl",
                 init_method=f"tcp://{address[0]}:{address[1]}",
