@@ -101,7 +101,7 @@ nb::tuple step_and_sample(Program& program, nb::handle batch, nb::handle rows, i
   const BatchArrays arrays(batch);
   const Step step = arrays.step();
   const auto count = static_cast<std::size_t>(step.num_logit_rows);
-  if (vocab_size < 1 || vocab_size > program.vocab_size()) throw std::invalid_argument("program: vocab_size");
+  if (!rows.is_none() && (vocab_size < 1 || vocab_size > program.vocab_size())) throw std::invalid_argument("program: vocab_size");
   if (copies.shape(0) != copy_rows.shape(0) || copies.shape(1) != static_cast<std::size_t>(program.vocab_size())) {
     throw std::invalid_argument("program: copies of logits need [copy_rows, vocabulary]");
   }
@@ -131,6 +131,36 @@ nb::tuple step_and_sample(Program& program, nb::handle batch, nb::handle rows, i
   const std::size_t n = wanted.size(), width = static_cast<std::size_t>(most);
   return nb::make_tuple(numpy(std::move(tokens), {n}), numpy(std::move(ranks), {n}), numpy(std::move(logprobs), {n}),
                         numpy(std::move(top_ids), {n, width}), numpy(std::move(top_logprobs), {n, width}));
+}
+
+// Rows as an array of shared memory, valid while the exchange is called.
+nb::ndarray<nb::numpy, float> shared_rows(float* data, std::vector<std::size_t> shape, std::int64_t stride) {
+  std::vector<std::int64_t> strides(shape.size(), 1);
+  strides[shape.size() - 2] = stride;
+  if (shape.size() == 3) strides[0] = stride * static_cast<std::int64_t>(shape[1]);
+  return {data, shape.size(), shape.data(), nb::none(), strides.data()};
+}
+
+// exchange(kind, mine [rows, width], all), with all None, or [ranks, rows, width] of an all_reduce, or [rows, vocabulary].
+void set_exchange(Program& program, int num_ranks, nb::callable exchange) {
+  const auto call = [&program, num_ranks, exchange](Exchange what, const ExchangeRows& rows) {
+    const nb::gil_scoped_acquire acquired;
+    const auto count = static_cast<std::size_t>(rows.count), width = static_cast<std::size_t>(rows.width);
+    const nb::object mine = nb::cast(shared_rows(rows.mine.data, {count, width}, rows.mine.stride));
+    switch (what) {
+      case Exchange::kAllReduce:
+        exchange("all_reduce", mine, shared_rows(rows.all, {static_cast<std::size_t>(num_ranks), count, width}, rows.width));
+        break;
+      case Exchange::kGather: {
+        const auto vocabulary = static_cast<std::size_t>(program.vocab_size());
+        exchange("gather", mine, shared_rows(rows.all, {count, vocabulary}, program.vocab_size()));
+        break;
+      }
+      case Exchange::kSend: exchange("send", mine, nb::none()); break;
+      case Exchange::kRecv: exchange("recv", mine, nb::none()); break;
+    }
+  };
+  program.set_exchange(num_ranks, call);
 }
 
 // One dict an op: the fields of OpProfile in octavo/metrics/profile.py.
@@ -285,8 +315,17 @@ void bind_program(nb::module_& m) {
            "values"_a)
       .def("add_rotation", &Program::add_rotation, "frequencies"_a, "factor"_a)
       .def("add_cache", &Program::add_cache, "kv_heads"_a, "head_dim"_a, "group"_a)
-      .def("embed", [](Program& p, int weight, float scale, Place out) { p.embed(weight, scale, view(out)); },
-           "weight"_a, "scale"_a, "out"_a)
+      .def("set_exchange", &set_exchange, "num_ranks"_a, "exchange"_a)
+      .def("set_vocab_size", &Program::set_vocab_size, "vocab_size"_a)
+      .def("set_num_groups", &Program::set_num_groups, "num_groups"_a)
+      .def("recv", [](Program& p, Place out, int width) { p.recv(view(out), width); }, "out"_a, "width"_a)
+      .def("send", [](Program& p, Place x, int width) { p.send(view(x), width); }, "x"_a, "width"_a)
+      .def("all_reduce", [](Program& p, Place x, int width, Place out) { p.all_reduce(view(x), width, view(out)); },
+           "x"_a, "width"_a, "out"_a)
+      .def("gather", &Program::gather)
+      .def("embed",
+           [](Program& p, int weight, float scale, int first, Place out) { p.embed(weight, scale, first, view(out)); },
+           "weight"_a, "scale"_a, "first"_a, "out"_a)
       .def("select_rows", [](Program& p, Place x, Place out) { p.select_rows(view(x), view(out)); }, "x"_a, "out"_a)
       .def("rms_norm",
            [](Program& p, Place x, int weight, int groups, float eps, Place out) {

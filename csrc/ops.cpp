@@ -71,7 +71,12 @@ void EmbedOp::run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t 
   const FloatRows out = runtime.stream_at(out_);
   for (std::int64_t i = begin; i < end; ++i) {
     float* row = out.row(i);
-    w.read(runtime.step.token_ids[i], row);
+    const std::int64_t id = runtime.step.token_ids[i] - std::int64_t{first_};
+    if (id < 0 || id >= w.n()) {
+      std::fill_n(row, w.k(), 0.0f);
+      continue;
+    }
+    w.read(static_cast<int>(id), row);
     for (int k = 0; k < w.k(); ++k) row[k] = row[k] * scale_;
   }
 }
@@ -201,6 +206,8 @@ void MatmulOp::run(const Runtime& runtime, Share share) {
   op.epilogue = epilogue_;
   if (epilogue_ == Epilogue::kAdd) {
     op.residual = runtime.stream_at(residual_);
+    op.out_float = runtime.stream_at(out_);
+  } else if (epilogue_ == Epilogue::kFloat) {
     op.out_float = runtime.stream_at(out_);
   } else {
     op.out = runtime.at(out_);

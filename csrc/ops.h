@@ -82,14 +82,14 @@ class RowOp : public Op {
 
 class EmbedOp final : public RowOp {
  public:
-  EmbedOp(int weight, float scale, View out) : RowOp(out), weight_(weight), scale_(scale) {}
+  EmbedOp(int weight, float scale, int first, View out) : RowOp(out), weight_(weight), first_(first), scale_(scale) {}
   std::string kind() const override { return "embed"; }
   std::string shape(const Runtime& runtime) const override;
   Work work(const Runtime& runtime) const override;
 
  private:
   void run_rows(const Runtime& runtime, std::int64_t begin, std::int64_t end) override;
-  int weight_;
+  int weight_, first_;  // the id of the weight's first row; ids that it has not give zeros
   float scale_;
 };
 

@@ -4,8 +4,10 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "checksum.h"
+#include "exchange.h"
 #include "pack.h"
 
 namespace octavo {
@@ -127,13 +129,52 @@ int Program::add_cache(int kv_heads, int head_dim, int group) {
   return static_cast<int>(runtime_.caches.size()) - 1;
 }
 
-void Program::embed(int weight, float scale, View out) {
+void Program::set_exchange(int num_ranks, std::function<void(Exchange, const ExchangeRows&)> exchange) {
+  require(num_ranks >= 1, "there is at least one rank");
+  runtime_.num_ranks = num_ranks;
+  runtime_.exchange = std::move(exchange);
+}
+
+void Program::set_vocab_size(int vocab_size) {
+  require(vocab_size > 0 && body_.empty(), "a vocabulary has ids, and its size is told before the first op");
+  vocab_size_ = vocab_size;
+}
+
+void Program::set_num_groups(int num_groups) {
+  require(num_groups >= runtime_.num_groups, "fewer groups than caches belong to");
+  runtime_.num_groups = num_groups;
+}
+
+void Program::embed(int weight, float scale, int first, View out) {
   require(weight >= 0 && weight < static_cast<int>(runtime_.weights.size()), "no such weight");
   require(body_.empty(), "embed is the first op");
   check_view(out, runtime_.weights[weight].k(), true);
-  vocab_size_ = runtime_.weights[weight].n();
+  require(first >= 0 && first + runtime_.weights[weight].n() <= vocab_size_, "an embedding outside of the vocabulary");
   body_.push_back(std::make_unique<RotationTableOp>(out));
-  body_.push_back(std::make_unique<EmbedOp>(weight, scale, out));
+  body_.push_back(std::make_unique<EmbedOp>(weight, scale, first, out));
+}
+
+void Program::recv(View out, int width) {
+  require(body_.empty() && runtime_.exchange, "recv is the first op, and needs an exchange");
+  check_view(out, width, true);
+  body_.push_back(std::make_unique<RotationTableOp>(out));
+  body_.push_back(std::make_unique<ExchangeOp>(Exchange::kRecv, out, width));
+}
+
+void Program::send(View x, int width) {
+  require(static_cast<bool>(runtime_.exchange), "send needs an exchange");
+  check_view(x, width, true);
+  body_.push_back(std::make_unique<ExchangeOp>(Exchange::kSend, x, width));
+}
+
+void Program::all_reduce(View x, int width, View out) {
+  require(static_cast<bool>(runtime_.exchange), "all_reduce needs an exchange");
+  check_view(x, width, true);
+  check_view(out, width, runtime_.buffers.at(out.buffer).stream);
+  require(!runtime_.buffers[x.buffer].selected && !runtime_.buffers[out.buffer].selected, "all_reduce is of T rows");
+  widest_sum_ = std::max(widest_sum_, width);
+  body_.push_back(std::make_unique<ExchangeOp>(Exchange::kAllReduce, x, width));
+  body_.push_back(std::make_unique<SumRanksOp>(width, out));
 }
 
 void Program::select_rows(View x, View out) {
@@ -199,9 +240,8 @@ void Program::matmul(View x, int weight, int bias, Epilogue epilogue, View resid
   const Weight& w = runtime_.weights.at(weight);
   const bool gated = epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluMul;
   check_operand(x, w.k());
-  check_view(out, width, epilogue == Epilogue::kAdd);
+  check_view(out, width, epilogue == Epilogue::kAdd || epilogue == Epilogue::kFloat);
   if (epilogue == Epilogue::kAdd) check_view(residual, width, true);
-  require(epilogue != Epilogue::kFloat, "float32 rows are logits: use that");
   require(gated ? w.panels() % 2 == 0 && width <= w.panels() / 2 * kPanel : width <= w.panels() * kPanel,
           "a product writes more columns than its weight has");
   require(bias < 0 || runtime_.vectors.at(bias).size() == static_cast<std::size_t>(w.panels()) * kPanel,
@@ -214,14 +254,21 @@ void Program::logits(View x, int weight) {
   const Weight& w = runtime_.weights.at(weight);
   check_operand(x, w.k());
   require(runtime_.buffers[x.buffer].selected && head_.empty(), "logits come once, from selected rows");
-  require(w.n() == vocab_size_, "the output projection and the embedding differ in vocabulary");
+  require(w.n() <= vocab_size_, "the output projection is larger than the vocabulary");
+  logits_width_ = w.n();
   quantize(x, weight);  // all slices at once
   head_.push_back(std::make_unique<LogitsOp>(x, weight));
 }
 
 void Program::softcap(float cap) {
   require(!head_.empty() && cap > 0, "softcap follows logits, and is positive");
-  head_.push_back(std::make_unique<SoftcapOp>(cap, vocab_size_));
+  head_.push_back(std::make_unique<SoftcapOp>(cap, logits_width_));
+}
+
+void Program::gather() {
+  require(!head_.empty() && runtime_.exchange, "gather follows logits, and needs an exchange");
+  gathers_ = true;
+  head_.push_back(std::make_unique<ExchangeOp>(Exchange::kGather, View{}, logits_width_));
 }
 
 void Program::allocate_kv_cache(std::int64_t num_blocks, int block_size) {
@@ -306,12 +353,13 @@ std::int64_t Program::weight_bytes() const {
 
 void Program::check(const Step& step) const {
   require(num_blocks_ > 0, "allocate_kv_cache comes before the first step");
-  require(!head_.empty(), "the program has no logits");
+  require(!head_.empty() || runtime_.exchange, "the program has no logits");
+  require(head_.empty() || gathers_ || logits_width_ == vocab_size_, "logits of a part of the vocabulary are gathered");
   require(step.num_sequences >= 1 && step.query_starts[0] == 0 &&
               step.query_starts[step.num_sequences] == step.num_tokens,
           "query_starts do not span the tokens");
   require(step.num_groups == runtime_.num_groups, "slot_mapping and block_tables come for each group of layers");
-  for (std::int64_t i = 0; i < step.num_tokens; ++i) {
+  for (std::int64_t i = 0; vocab_size_ > 0 && i < step.num_tokens; ++i) {
     require(step.token_ids[i] >= 0 && step.token_ids[i] < vocab_size_, "token id outside the vocabulary");
   }
   for (int r = 0; r < step.num_sequences; ++r) {
@@ -366,11 +414,17 @@ void Program::grow(const Step& step) {
       }
     } else {
       const std::int64_t row_bytes = static_cast<std::int64_t>(vocab_size_) * sizeof(float);
-      logits_ = Memory(std::min(capacity, std::max<std::int64_t>(1, kLogitsBytes / row_bytes)) * row_bytes);
+      const std::int64_t slice = std::min(capacity, std::max<std::int64_t>(1, kLogitsBytes / row_bytes));
+      if (!head_.empty()) logits_ = Memory(slice * logits_width_ * static_cast<std::int64_t>(sizeof(float)));
+      if (gathers_) all_logits_ = Memory(slice * row_bytes);
     }
     capacity_[selected] = capacity;
   }
   const std::int64_t most_rows = std::max({capacity_[0], capacity_[1], kOwnRows * num_threads()});
+  if (widest_sum_ > 0) {
+    const auto sums = static_cast<std::size_t>(runtime_.num_ranks * capacity_[0] * widest_sum_) * sizeof(float);
+    if (sums > runtime_.gathered.bytes()) runtime_.gathered = Memory(sums);
+  }
   const auto bytes = static_cast<std::size_t>(most_rows * runtime_.quant_chunks * chunks_each(runtime_.activations)) * sizeof(QuantChunk);
   if (bytes > runtime_.quant_memory.bytes()) {
     runtime_.quant_memory = Memory();
@@ -379,9 +433,10 @@ void Program::grow(const Step& step) {
 }
 
 void Program::begin_slice(std::int64_t begin) {
-  const std::int64_t row_bytes = static_cast<std::int64_t>(vocab_size_) * sizeof(float);
+  const std::int64_t row_bytes = static_cast<std::int64_t>(logits_width_) * sizeof(float);
   const std::int64_t fit = static_cast<std::int64_t>(logits_.bytes()) / row_bytes;
   runtime_.logits = logits_.as<float>();
+  runtime_.all_logits = all_logits_.as<float>();
   runtime_.logits_begin = begin;
   runtime_.logits_end = std::min(runtime_.step.num_logit_rows, begin + fit);
   logits_units_.reset();
@@ -410,7 +465,8 @@ void Program::step(const Step& step, const LogitsUse& use) {
     if (!use.rows.empty()) scratch.reserve(use.vocab_size);
   }
   prepare(body_);
-  if (step.num_logit_rows > 0) begin_slice(0);
+  const bool has_logits = step.num_logit_rows > 0 && !head_.empty();
+  if (has_logits) begin_slice(0);
   if (profile_) {
     for (std::size_t i = 0; i < body_.size(); ++i) profile_->add(i, body_[i]->work(runtime_));
   }
@@ -418,8 +474,9 @@ void Program::step(const Step& step, const LogitsUse& use) {
     const Share share{thread, num_threads()};
     if (profile_) pool_.barrier([&] { profile_->start(); });  // once all are awake
     run(body_, 0, share);
-    if (step.num_logit_rows > 0) run_slices(use, share);
+    if (has_logits) run_slices(use, share);
   });
+  if (const std::exception_ptr error = std::exchange(runtime_.exchange_error, nullptr)) std::rethrow_exception(error);
 }
 
 // All of these ops, and a barrier. `first`: the place of ops[0] in the profile.
@@ -480,7 +537,7 @@ void Program::run_slices(const LogitsUse& use, Share share) {
 void Program::use_logits(const LogitsUse& use, Scratch& scratch) {
   const std::int64_t begin = runtime_.logits_begin, count = runtime_.logits_end - begin;
   for (std::int64_t i = logits_units_.take(); i < count; i = logits_units_.take()) {
-    const float* logits = runtime_.logits + i * vocab_size_;
+    const float* logits = (gathers_ ? runtime_.all_logits : runtime_.logits) + i * vocab_size_;
     const std::int64_t row = begin + i;
     if (!use.rows.empty()) sample_row(logits, use.vocab_size, use.rows[row], scratch, use.sampled[row]);
     const auto wanted = std::lower_bound(use.copy_rows.begin(), use.copy_rows.end(), row);

@@ -67,7 +67,19 @@ class Program {
   // group: of the layers whose keys and values share blocks, and so a block table.
   int add_cache(int kv_heads, int head_dim, int group);
 
-  void embed(int weight, float scale, View out);
+  // Where several workers share the model: how many divide each layer, and what is called between them. The program of one
+  // stage of a pipeline begins with recv, or ends with send, or both.
+  void set_exchange(int num_ranks, std::function<void(Exchange, const ExchangeRows&)> exchange);
+  // Of the whole model, whatever this part of it has; before the first op.
+  void set_vocab_size(int vocab_size);
+  void set_num_groups(int num_groups);
+
+  // `first`: the id of the weight's first row; rows of ids that it has not are zero.
+  void embed(int weight, float scale, int first, View out);
+  void recv(View out, int width);
+  void send(View x, int width);
+  // The partial sums of all ranks for x, added in rank order.
+  void all_reduce(View x, int width, View out);
   void select_rows(View x, View out);
   void rms_norm(View x, int weight, int groups, float eps, View out);
   void rope(View x, int rotation, int heads, int head_dim, View out);
@@ -76,8 +88,11 @@ class Program {
   void store(View k, View v, int cache);
   void attention(View q, int cache, int heads, int window, float scale, float softcap, View out);
   void matmul(View x, int weight, int bias, Epilogue epilogue, View residual, int width, View out);
+  // Of the vocabulary, or of this rank's part of it.
   void logits(View x, int weight);
   void softcap(float cap);
+  // After logits: brings the columns of all ranks to rank 0, who then has the whole vocabulary's.
+  void gather();
 
   // Zeroed lazily by the system; a cache that was there is dropped, and so is its host tier. block_size: a multiple of 16.
   void allocate_kv_cache(std::int64_t num_blocks, int block_size);
@@ -142,10 +157,13 @@ class Program {
   std::mutex mutex_;  // of step and of the caches
   std::vector<std::unique_ptr<Op>> body_, head_;
   int vocab_size_ = 0;
+  int logits_width_ = 0;  // of them this worker computes
+  int widest_sum_ = 0;    // of all_reduce
+  bool gathers_ = false;
   std::int64_t num_blocks_ = 0, num_swap_blocks_ = 0;
   bool cascade_ = true;
   std::int64_t capacity_[2] = {0, 0};  // rows of T and of S that the buffers hold
-  Memory logits_;
+  Memory logits_, all_logits_;
   Units logits_units_;
   std::vector<Scratch> scratch_;  // one a thread
   std::optional<Profile> profile_;  // while one is taken: body, head, sampling

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -67,6 +69,16 @@ struct Cache {
   std::int64_t keys = 0, values = 0;  // where they begin in a block, bytes
 };
 
+// What workers tell each other in the middle of a step; see octavo/collectives.
+enum class Exchange { kAllReduce, kGather, kSend, kRecv };
+
+struct ExchangeRows {
+  std::int64_t count = 0;
+  int width = 0;
+  FloatRows mine;        // [count, width]; kRecv: to be filled
+  float* all = nullptr;  // kAllReduce: [ranks, count, width]; kGather: [count, vocabulary], to be filled by rank 0
+};
+
 constexpr std::int64_t kOwnRows = 4;
 
 struct Runtime {
@@ -94,6 +106,12 @@ struct Runtime {
   Step step;
   std::int64_t logits_begin = 0, logits_end = 0;  // of S: the slice whose logits are being computed
   float* logits = nullptr;                        // [slice, vocabulary]
+
+  int num_ranks = 1;  // that divide each layer
+  std::function<void(Exchange, const ExchangeRows&)> exchange;  // called by one thread; may throw
+  mutable std::exception_ptr exchange_error;                    // what it threw in this step
+  Memory gathered;                                              // [ranks, T, width] of the partial sums at hand
+  float* all_logits = nullptr;                                  // [slice, vocabulary], where logits are gathered
 
   std::int64_t rows(View view) const { return buffers[view.buffer].selected ? step.num_logit_rows : step.num_tokens; }
   KvCache layout(const Cache& cache) const {

@@ -1,5 +1,6 @@
 """The native runtime (csrc/): what octavo/backends/cpu calls."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -61,7 +62,23 @@ class Program:
     def add_vector(self, values: NDArray[np.float32]) -> int: ...
     def add_rotation(self, frequencies: tuple[float, ...], factor: float) -> int: ...
     def add_cache(self, kv_heads: int, head_dim: int, group: int) -> int: ...
-    def embed(self, weight: int, scale: float, out: _Place) -> None: ...
+    def set_exchange(
+        self, num_ranks: int, exchange: Callable[[str, NDArray[np.float32], NDArray[np.float32] | None], None]
+    ) -> None:
+        """What is called, by one thread, where workers tell each other something; what it raises ends the step.
+
+        exchange(kind, mine [rows, width], all): "all_reduce" fills all [ranks, rows, width], "gather" at rank 0 all
+        [rows, vocabulary], "send" has mine to send, "recv" fills it. The arrays are the program's memory.
+        """
+    def set_vocab_size(self, vocab_size: int) -> None:
+        """Of the whole model; before the first op."""
+    def set_num_groups(self, num_groups: int) -> None:
+        """Of the whole model's layers that share blocks."""
+    def recv(self, out: _Place, width: int) -> None: ...
+    def send(self, x: _Place, width: int) -> None: ...
+    def all_reduce(self, x: _Place, width: int, out: _Place) -> None: ...
+    def gather(self) -> None: ...
+    def embed(self, weight: int, scale: float, first: int, out: _Place) -> None: ...
     def select_rows(self, x: _Place, out: _Place) -> None: ...
     def rms_norm(self, x: _Place, weight: int, groups: int, eps: float, out: _Place) -> None: ...
     def rope(self, x: _Place, rotation: int, heads: int, head_dim: int, out: _Place) -> None: ...
@@ -76,7 +93,7 @@ class Program:
         x: _Place,
         weight: int,
         bias: int,
-        epilogue: Literal["store", "add", "silu_mul", "gelu_mul"],
+        epilogue: Literal["store", "add", "silu_mul", "gelu_mul", "float"],
         residual: _Place,
         width: int,
         out: _Place,

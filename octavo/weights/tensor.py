@@ -21,6 +21,7 @@ class WeightTensor:
     dtype: str  # a row of `quants.TYPES`, such as "Q4_1"
     stored: NDArray[np.uint8]  # as in the file: [nbytes], or [rows, bytes] of some columns of it
     interleaved_heads: int | None = None  # set by `deinterleaved`
+    place: tuple[int, int, int] | None = None  # set by `part`: axis, begin, end
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +64,8 @@ class WeightTensor:
         shape[axis] = end - begin
         if axis == 0 and (len(shape) > 1 or kind.block == 1):
             rows = self.stored.reshape(self.shape[0], -1)[begin:end]
-            return replace(self, shape=tuple(shape), stored=rows, interleaved_heads=self._heads_in(begin, end))
+            heads = self._heads_in(begin, end)
+            return replace(self, shape=tuple(shape), stored=rows, interleaved_heads=heads, place=(axis, begin, end))
         if begin % kind.block or end % kind.block:
             raise ModelError(
                 f"tensor {self.name}: columns {begin} to {end} do not begin and end with {self.dtype}'s blocks of "
@@ -71,7 +73,7 @@ class WeightTensor:
             )
         first, last = (place // kind.block * kind.nbytes for place in (begin, end))
         columns = self.stored.reshape(-1, self.shape[-1] // kind.block * kind.nbytes)[:, first:last]
-        return replace(self, shape=tuple(shape), stored=columns)
+        return replace(self, shape=tuple(shape), stored=columns, place=(axis, begin, end))
 
     def _heads_in(self, begin: int, end: int) -> int | None:
         """How many heads of reordered rows are in a part."""

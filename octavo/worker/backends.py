@@ -81,8 +81,6 @@ def _cpu_backend(
     if config.dtype == "float32":
         raise ConfigError("dtype='float32': backend='cpu' computes in bfloat16; use 'auto', or backend='torch'")
     cache = None if config.packed_cache is None else PackedCache(Path(config.packed_cache), checkpoint.sources)
-    if not place.alone:
-        raise ConfigError("several workers need backend='torch' as yet; use that")
     graph, tensors = part_of(build_graph(model, "bfloat16"), checkpoint.tensors, place)
     return CpuBackend(
         graph,
@@ -95,6 +93,7 @@ def _cpu_backend(
         activation_dtype="int8" if config.activation_dtype == "auto" else config.activation_dtype,
         fast_math=config.fast_math,
         packed_cache=cache,
+        collectives=collectives,
         on_load=on_load,
     )
 

@@ -23,7 +23,8 @@ def make(width, threads=1):
     s, t = p.add_buffer(width, True, True), p.add_buffer(width, True, False)
     ones = p.add_vector(np.ones(width, np.float32))
     p.add_cache(1, 16, 0)
-    p.embed(w, 1.0, (x, 0))
+    p.set_vocab_size(rows)
+    p.embed(w, 1.0, 0, (x, 0))
     p.rms_norm((x, 0), ones, 1, 1e-5, (h, 0))
     for _ in range(6 if threads > 1 else 0):
         p.matmul((h, 0), w, -1, "store", (-1, 0), width, (y, 0))

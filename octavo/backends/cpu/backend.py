@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.base import Backend, Batch
 from octavo.backends.cpu.cores import usable_cores
+from octavo.backends.cpu.exchange import exchange_of
 from octavo.backends.cpu.lower import check_graph, lower
 from octavo.backends.cpu.native import Program, fast_table, isas, quant_formats, sampling
 from octavo.backends.cpu.packed_cache import PackedCache
@@ -19,6 +20,7 @@ from octavo.backends.cpu.packing import pack, stored_width
 from octavo.backends.cpu.profiler import CpuProfiler
 from octavo.backends.host_memory import memory_limit
 from octavo.backends.swap_file import swap_file
+from octavo.collectives import Collectives
 from octavo.core import BlockMove
 from octavo.errors import ConfigError
 from octavo.graph import Graph, KVGroup
@@ -51,6 +53,7 @@ class CpuBackend(Backend):
         fuse: False runs every op of the graph on its own: the same bits, slower.
         fast_math: take kernels whose results may differ from the other tables' in their last bits, where such are
             faster. The bits contract then holds on this instruction set alone.
+        collectives: connects this worker with others, if graph and weights are its part of a model.
         cascade: False reads what several sequences share for each of them anew: the same bits, slower.
 
     Raises:
@@ -71,6 +74,7 @@ class CpuBackend(Backend):
         activation_dtype: str = "int8",
         isa: str | None = None,
         packed_cache: PackedCache | None = None,
+        collectives: Collectives | None = None,
         on_load: Callable[[float], None] = lambda share: None,
         fuse: bool = True,
         fast_math: bool = False,
@@ -102,6 +106,9 @@ class CpuBackend(Backend):
         self._program.set_cascade(cascade)
         self._program.set_activations(activation_dtype)
         self._program.set_kv_cache_dtype(kv_cache_dtype)
+        self._samples = collectives is None or collectives.samples
+        if collectives is not None:
+            self._program.set_exchange(collectives.size, exchange_of(graph, collectives))
         jobs = lower(graph, weights, self._program, fuse=fuse, quantization=quantization)
         self._precision = _describe([stored_width(job.tensor, quantization) for job in jobs], activation_dtype)
         if packed_cache is None:
@@ -193,7 +200,10 @@ class CpuBackend(Backend):
         rows = [(_MOVES.index(kind), source, destination) for kind, source, destination in moves]
         self._program.move_blocks(np.array(rows, np.int64).reshape(-1, 3))
 
-    def execute(self, batch: Batch, rows: SamplingRows) -> Sampled:
+    def execute(self, batch: Batch, rows: SamplingRows) -> Sampled | None:
+        if not self._samples:
+            self._program.step(batch, None, 0, np.empty(0, np.int32), self._logits_memory(0))
+            return None
         shaped = [i for i, shaping in enumerate(rows.shaping) if shaping is not None and rows.target[i] < 0]
         logits = self._logits_memory(len(shaped))
         result = self._program.step(batch, rows, self._vocab_size, np.array(shaped, np.int32), logits)

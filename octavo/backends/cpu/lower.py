@@ -18,7 +18,8 @@ Place = tuple[int, int]  # buffer, first column
 Kind = tuple[int, bool, bool]  # of a buffer: its width, whether it is of selected rows, and of the residual stream
 NOWHERE: Place = (-1, 0)
 _MAX_HEAD_DIM = 256
-_HEAD = ("lm_head", "softcap")  # what makes logits: float32, in memory of their own and not in a buffer
+_HEAD = ("lm_head", "softcap", "gather")  # what makes logits: float32, in memory of their own and not in a buffer
+_ANY_ID = 2**31 - 1  # size of a vocabulary of which this worker only knows its part: ids of others give zeros
 
 
 def check_graph(graph: Graph) -> None:
@@ -64,6 +65,8 @@ def lower(
     if fuse:
         steps = fuse_steps(steps, widths)
     groups = {layer: i for i, group in enumerate(graph.kv_groups) for layer in group.layers}
+    program.set_num_groups(len(graph.kv_groups))
+    program.set_vocab_size(_vocab_size(graph))
     lowering = _Lowering(program, weights, widths, groups)
     lowering.emit(steps)
     return lowering.jobs
@@ -94,7 +97,7 @@ class _Lowering:
         uses = count_uses(steps)
         readers: dict[int, int] = {}  # reads to come, by buffer
         for step in steps:
-            if not (isinstance(step, Node) and step.op in _HEAD):
+            if not (isinstance(step, Node) and step.op in (*_HEAD, "send")):
                 buffer = self._take_buffer(outputs_of(step))
                 readers[buffer] = sum(uses[value.name] for value, _ in outputs_of(step))
             if isinstance(step, Matmul):
@@ -170,7 +173,8 @@ class _Lowering:
 
     def _embed(self, node: Node) -> None:
         scale = round_to_bfloat16(np.array([node.attrs["scale"]], np.float32))
-        self.program.embed(self.packed((Part(node.weights[0], None),)), float(scale[0]), self._out(node))
+        weight = self.packed((Part(node.weights[0], None),))
+        self.program.embed(weight, float(scale[0]), node.integer("first"), self._out(node))
 
     def _select_rows(self, node: Node) -> None:
         self.program.select_rows(self._x(node), self._out(node))
@@ -219,6 +223,18 @@ class _Lowering:
     def _softcap(self, node: Node) -> None:
         self.program.softcap(_number(node, "cap"))
 
+    def _all_reduce(self, node: Node) -> None:
+        self.program.all_reduce(self._x(node), width_of(node.output), self._out(node))
+
+    def _gather(self, node: Node) -> None:
+        self.program.gather()
+
+    def _send(self, node: Node) -> None:
+        self.program.send(self._x(node), width_of(node.output))
+
+    def _recv(self, node: Node) -> None:
+        self.program.recv(self._out(node), width_of(node.output))
+
     def _x(self, node: Node) -> Place:
         return self.places[node.inputs[0].name]
 
@@ -240,7 +256,20 @@ _EMIT: Mapping[str, Callable[[_Lowering, Node], None]] = {
     "add": _Lowering._add,
     "lm_head": _Lowering._lm_head,
     "softcap": _Lowering._softcap,
+    "all_reduce": _Lowering._all_reduce,
+    "gather": _Lowering._gather,
+    "send": _Lowering._send,
+    "recv": _Lowering._recv,
 }
+
+
+def _vocab_size(graph: Graph) -> int:
+    """Ids that the program may be given."""
+    if graph.nodes[-1].op != "send":
+        return width_of(graph.output)
+    sharded = any(node.op == "all_reduce" for node in graph.nodes)
+    first = graph.nodes[0]
+    return first.weights[0].shape[0] if first.op == "embed" and not sharded else _ANY_ID
 
 
 def _count_panels(parts: tuple[Part, ...]) -> int:

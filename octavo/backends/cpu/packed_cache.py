@@ -134,6 +134,7 @@ def _key(sources: Sequence[FileIdentity], jobs: Sequence[PackingJob], quantizati
         digest.update(f"{part!r}\n".encode())
     for job in jobs:
         tensor = job.tensor
-        place = (job.weight, job.first_panel, job.panel_step)
-        digest.update(f"{place} {tensor.name!r} {tensor.shape} {tensor.dtype} {tensor.interleaved_heads}\n".encode())
+        where = (job.weight, job.first_panel, job.panel_step)
+        what = (tensor.name, tensor.shape, tensor.dtype, tensor.interleaved_heads, tensor.place)
+        digest.update(f"{where} {what}\n".encode())
     return digest.hexdigest()

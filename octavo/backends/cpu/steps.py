@@ -10,7 +10,7 @@ from typing import Literal
 from octavo.graph import Node, Value, Weight
 
 PANEL = 16  # columns of a panel of a packed weight
-Epilogue = Literal["store", "add", "silu_mul", "gelu_mul"]
+Epilogue = Literal["store", "add", "silu_mul", "gelu_mul", "float"]  # float: a partial sum, not rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ def with_matmuls(nodes: Sequence[Node]) -> Iterator[Step]:
     for node in nodes:
         if node.op == "linear":
             part = Part(node.weights[0], node.weights[1] if len(node.weights) > 1 else None)
-            yield Matmul(node.inputs[0], (part,), "store", ((node.output, 0),))
+            epilogue: Epilogue = "float" if node.output.dtype == "float32" else "store"
+            yield Matmul(node.inputs[0], (part,), epilogue, ((node.output, 0),))
         else:
             yield node
