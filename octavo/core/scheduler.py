@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Literal
@@ -72,8 +73,7 @@ class Scheduler:
         self._to_void: list[int] = []  # preempted since the last plan, and known to the workers
         self._totals = Totals()
         self._cost = StepCost()
-        self._num_in_flight = 0  # plans
-        self._late: set[int] = set()  # sequences that were preempted while their next token was in flight
+        self._in_flight: deque[StepPlan] = deque()
         self._planned_at = 0.0  # when the oldest plan in flight could begin
         self._slots_filled = 0  # summed over steps, as is the next
         self._slots_allocated = 0
@@ -178,27 +178,25 @@ class Scheduler:
             plan.finished, self._to_forget = self._to_forget, []
             plan.preempted = [seq_id for seq_id in self._to_void if seq_id in self.sequences] + plan.preempted
             self._to_void = []
-            if self._num_in_flight == 0:
+            if not self._in_flight:
                 self._planned_at = self.clock()
-            self._num_in_flight += 1
+            self._in_flight.append(plan)
         else:
             self._to_void += plan.preempted
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
-        """Takes the step's tokens in; returns the sequences that it finished."""
+        """Takes the tokens of the oldest plan in flight in; returns the sequences that it finished."""
         now = self.clock()
-        self._num_in_flight -= 1
+        self._in_flight.popleft()
         self._measure(plan, result, now)
-        self._late.difference_update(plan.seq_ids)
         finished: list[Sequence] = []
         find = self.sequences.get
-        for seq_id, token in zip(plan.seq_ids, result.token_ids, strict=True):
+        for i, (seq_id, token) in enumerate(zip(plan.seq_ids, result.token_ids, strict=True)):
             sequence = find(seq_id)
             if sequence is None:
                 continue  # aborted while the step ran
-            if token < 0:
-                i = plan.seq_ids.index(seq_id)  # by now, a later plan in flight may have taken more of its tokens
+            if token < 0:  # by now, a later plan in flight may have taken more of its tokens
                 ended = plan.starts[i] + plan.num_tokens[i] == len(sequence.tokens)
                 if ended and seq_id not in result.errors:
                     raise ValueError(f"the step sampled no token for sequence {seq_id}, and says no error")
@@ -250,7 +248,7 @@ class Scheduler:
         Who came in with it may have begun with blocks that it should have filled, or with a copy that was not made:
         these wait again. All others go on from where they were.
         """
-        self._num_in_flight -= 1
+        self._in_flight.clear()
         self.blocks.withdraw_latest()
         planned = zip(plan.seq_ids, plan.starts, plan.num_tokens, strict=True)
         alive = [(self.sequences[seq_id], start, count) for seq_id, start, count in planned if seq_id in self.sequences]
@@ -350,8 +348,8 @@ class Scheduler:
         A twin of the sequence before it costs no budget, and only the block that its first own token goes into.
         """
         running, pool, groups = self.running, self.blocks.pool, len(self.blocks.windows)
-        if head.seq_id in self._late:
-            return False
+        if head.num_preemptions > 0 and any(head.seq_id in before.seq_ids for before in self._in_flight):
+            return False  # its next token may be on its way
         if len(running) == index and (index >= self.max_num_seqs or pool.num_available == 0):
             return False  # the usual answer, without a look at anything else
         twin = self._twin(head, index, plan)
@@ -464,8 +462,6 @@ class Scheduler:
             case "failure":
                 totals.num_preemptions_failure += 1
         totals.num_preempted_tokens += sequence.num_computed
-        if self._num_in_flight and sequence.num_computed == len(sequence.tokens):
-            self._late.add(sequence.seq_id)
         sequence.num_preemptions += 1
         swap = reason != "failure" and self._swaps(sequence)
         totals.num_preemptions_swap += swap

@@ -1,4 +1,4 @@
-"""One worker as a process: `python -m tests.collectives.peer PORT INDEX SIZE STAGES DEADLINE ROLE`; prints an answer."""
+"""One worker, a process: `python -m tests.collectives.peer PORT INDEX SIZE STAGES DEADLINE ROLE` prints an answer."""
 
 from __future__ import annotations
 
