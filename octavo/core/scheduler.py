@@ -220,7 +220,10 @@ class Scheduler:
                 sequence.finish_reason = "error"
         self._account(plan)
         for sequence in finished:
+            waited = sequence.status is not Status.RUNNING  # preempted while its last token was in flight
             self._finish(sequence, now)
+            if waited:
+                self.waiting.discard(sequence)
         if finished:
             self.running = [s for s in self.running if s.status is Status.RUNNING]
         return finished

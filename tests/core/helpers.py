@@ -24,6 +24,7 @@ def make_scheduler(
     windows: tuple[int | None, ...] = (None,),
     host: int = 0,
     mode: PreemptionMode = "auto",
+    depth: int = 1,
 ) -> Scheduler:
     return Scheduler(
         BlockManager(blocks, block_size, caching=caching, windows=windows, max_chunk=budget, num_host_blocks=host),
@@ -31,6 +32,7 @@ def make_scheduler(
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         preemption_mode=mode,
+        depth=depth,
         clock=lambda: 0.0,
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from octavo.core import NOTHING, BlockMove, Sequence, StepPlan
 
 if TYPE_CHECKING:
     from tests.core.test_scheduler_machine import SchedulerMachine
+
+SEEN_IN_FLIGHT: Counter[str] = Counter()
 
 
 def held(sequence: Sequence) -> list[int]:
@@ -33,14 +36,15 @@ class Before:
         return self.preemptions.get(sequence.seq_id) == sequence.num_preemptions
 
     def idle(self, sequence: Sequence) -> bool:
-        """Whether it is a beam that waits for the others of its group."""
+        """Whether it is a beam that waits for the others of its group, or a sequence that waits for its token."""
         return self.stayed(sequence) and self.gaps[sequence.seq_id] == 0
 
 
 def check_plan(machine: SchedulerMachine, before: Before, plan: StepPlan) -> None:
     """The plan is possible, complete, and says everything exactly once."""
     sequences = machine.scheduler.sequences
-    assert bool(plan) == bool(sequences)  # groups of beams that can always go on were let in, no others
+    # Groups of beams that can always go on were let in, no others; what is in flight may hold all up.
+    assert bool(plan) == bool(sequences) or (machine.in_flight and not plan)
     assert len(set(plan.seq_ids)) == len(plan.seq_ids) == len(plan.starts) == len(plan.num_tokens)
     assert sum(plan.num_tokens) <= machine.budget
     for i, (seq_id, start, count) in enumerate(zip(plan.seq_ids, plan.starts, plan.num_tokens, strict=True)):
@@ -61,15 +65,17 @@ def check_plan(machine: SchedulerMachine, before: Before, plan: StepPlan) -> Non
     assert len(set(plan.preempted)) == len(plan.preempted)
     assert set(plan.preempted) <= (set(before.running) | machine.voided) & machine.announced
     assert set(plan.new_blocks) | set(plan.tails) <= set(plan.seq_ids)
-    for seq_id in plan.seq_ids:
-        check_tables_as_told(machine, before, plan, sequences[seq_id])
+    if not machine.in_flight:  # else the worker that is asked has not seen them all
+        for seq_id in plan.seq_ids:
+            check_tables_as_told(machine, before, plan, sequences[seq_id])
     for tails in plan.tails.values():
         assert len(tails) == len(machine.worker.windows)
     if plan:
         done = {i for i in machine.announced if machine.ended[i] or i in machine.branched} - machine.forgotten
         assert sorted(plan.finished) == sorted(done)
     else:
-        assert plan == StepPlan()
+        assert plan == StepPlan(preempted=plan.preempted)
+        assert machine.depth > 1 or not plan.preempted
 
 
 def check_tables_as_told(machine: SchedulerMachine, before: Before, plan: StepPlan, sequence: Sequence) -> None:
@@ -127,6 +133,29 @@ def check_order(machine: SchedulerMachine, before: Before, plan: StepPlan) -> No
         check_victims_were_needed(machine, before, plan, admitted)
     elif len(admitted) < len(before.waiting):
         check_head_had_no_room(machine, before, plan, before.waiting[len(admitted)])
+
+
+def check_share(machine: SchedulerMachine, before: Before, plan: StepPlan) -> None:
+    """Of several plans in flight each has the first that can compute a token, and no more than its share of all."""
+    running = [s.seq_id for s in machine.scheduler.running if not before.idle(s)]
+    assert plan.seq_ids == running[: len(plan.seq_ids)]
+    able = min(len(machine.scheduler.sequences), machine.max_num_seqs)
+    assert len(plan.seq_ids) * machine.depth < able + machine.depth
+    for seq_id in plan.seq_ids:
+        assert seq_id not in awaited(machine)
+    SEEN_IN_FLIGHT["two of one prompt"] += any(set(plan.seq_ids) & set(other.seq_ids) for other in machine.in_flight)
+    SEEN_IN_FLIGHT["preempted meanwhile"] += any(set(plan.preempted) & set(p.seq_ids) for p in machine.in_flight)
+
+
+def awaited(machine: SchedulerMachine) -> set[int]:
+    """Sequences whose next token some plan in flight samples."""
+    found = set()
+    for plan in machine.in_flight:
+        for seq_id, start, count in zip(plan.seq_ids, plan.starts, plan.num_tokens, strict=True):
+            sequence = machine.scheduler.sequences.get(seq_id)
+            if sequence is not None and start + count == len(sequence.tokens):
+                found.add(seq_id)
+    return found
 
 
 def check_last_had_no_room(machine: SchedulerMachine, left_out: list[int], budget: int) -> None:

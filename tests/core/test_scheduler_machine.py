@@ -9,7 +9,7 @@ branch. Some layers look back over a window only, and what is pushed out of the 
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from octavo.core import NOTHING, Sequence, Status, StepPlan
 from octavo.errors import RequestError
 from tests.core.helpers import PARAMS, ShadowWorker, make_scheduler
-from tests.core.machine_checks import Before, check_ending, check_order, check_plan, held
+from tests.core.machine_checks import Before, check_ending, check_order, check_plan, check_share, held
 
 EVENTS = (
     "copy", "swap_out", "swap_in", "twin", "beam", "beam preempted", "hit", "preempted", "preempted for a newcomer",
@@ -68,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from([(None,), (None,), (None,), (None, None), (None, 3), (6,), (None, 1, 5, 5)]),
         host=st.sampled_from([0, 0, 1, 4, 50]),
         mode=st.sampled_from(["auto", "swap", "recompute"]),
+        depth=st.sampled_from([1, 1, 2, 4]),
         requests=st.lists(REQUESTS, min_size=2, max_size=6),
     )
     def make(self, requests: list[Request], blocks: int, block_size: int, seqs: int, budget: int, **rest: Any) -> None:
@@ -83,7 +84,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.beams: dict[tuple[int, int], list[Sequence]] = {}  # that live, by group: its width, and its first seq_id
         self.sampled: set[int] = set()
         self.branched: set[int] = set()  # ended, because their groups went on
-        self.plan: StepPlan | None = None  # in flight
+        self.depth = rest["depth"]
+        self.in_flight: deque[StepPlan] = deque()
         self.order: dict[int, tuple[int, ...]] = {}  # of all sequences ever accepted
         self.all: dict[int, Sequence] = {}
         self.announced: set[int] = set()
@@ -173,28 +175,27 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS, fails=st.sampled_from([False, False, False, True]))
     def half_step(self, seed: int, fails: bool) -> None:
         """So that anything can come between schedule() and update()."""
-        if self.plan is None:
-            self.schedule()
-        else:
+        can_plan = len(self.in_flight) < self.depth and (not self.in_flight or seed % 2 == 0)
+        if not can_plan or (not self.schedule() and self.in_flight):
             self.update(seed, fails)
 
     @rule(steps=st.integers(2, 8), seed=SEEDS)
     def run(self, steps: int, seed: int) -> None:
         for i in range(steps):
             self.half_step(seed + i, False)
-            if self.plan is not None:
-                self.half_step(seed + i, False)
+            if self.in_flight:
+                self.half_step(seed + i + 1, False)
             self.check_blocks()
             self.check_sharing()
             self.check_sets()
             self.check_worker()
             self.check_stats()
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.depth == 1 and self.in_flight)
     @rule()
     def fail(self) -> None:
         """The executor raises: the workers were told of the plan, and what it should have written is anything."""
-        plan, self.plan = self.plan, None
+        plan = self.in_flight.popleft()
         self.worker.take_differences(plan)
         for move in plan.moves:  # perhaps they were not made
             target = self.worker.host if move.kind == "swap_out" else self.worker.cache
@@ -214,19 +215,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.voided |= {s.seq_id for s in running if s.status is Status.PREEMPTED}
         self.unwritten -= self.voided
 
-    def schedule(self) -> None:
+    def schedule(self) -> bool:
+        """Whether there is a plan."""
         before = Before(self)
         plan = self.scheduler.schedule()
         self.follow_forks(plan)
         self.covered = {i: end for i, end in self.covered.items() if before.stayed(self.all[i])}
         check_plan(self, before, plan)
-        check_order(self, before, plan)
+        if self.depth == 1:
+            check_order(self, before, plan)
+        else:
+            check_share(self, before, plan)
         self.see(before, plan)
         self.announced |= {new.seq_id for new in plan.new}
         self.forgotten |= set(plan.finished)
         if plan:
             self.voided.clear()
-        self.plan = plan if plan else None
+            self.in_flight.append(plan)
+        self.voided |= set(plan.preempted) if not plan else set()
+        return bool(plan)
 
     def see(self, before: Before, plan: StepPlan) -> None:
         """What the examples are there for does happen in them."""
@@ -297,8 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.beams[key] = [child for _, child in children]
 
     def update(self, seed: int, fails: bool) -> None:
-        plan, self.plan = self.plan, None
-        assert plan is not None
+        plan = self.in_flight.popleft()
         rng = random.Random(seed)
         failing = rng.choice(plan.seq_ids) if fails else None
         result = self.worker.execute(plan, lambda *_: rng.randrange(8), failing)
@@ -403,7 +409,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def check_worker(self) -> None:
-        if self.plan is None:
+        if not self.in_flight:
             for seq_id in self.scheduler.sequences.keys() & self.announced:
                 sequence = self.all[seq_id]
                 assert self.worker.tokens[seq_id] == sequence.tokens
@@ -426,11 +432,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         # The first in the order never loses its blocks and computes at least one of its tokens a step.
         # A beam's children may have to compute all of it again.
-        bound = sum(s.max_length - 1 for s in self.scheduler.sequences.values()) + (self.plan is not None)
+        bound = sum(s.max_length - 1 for s in self.scheduler.sequences.values()) + len(self.in_flight)
         bound += sum(width * beams[0].max_length ** 2 for (width, _), beams in self.beams.items())
         steps = 0
-        while self.scheduler.sequences or self.plan is not None:
-            assert steps <= bound
+        while self.scheduler.sequences or self.in_flight:
+            assert steps <= bound * 3 * self.depth
             self.run(1, steps)
             steps += 1
         for sequence in self.all.values():
@@ -440,7 +446,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(self.scheduler.waiting) == 0
         assert self.scheduler.blocks.pool.num_used == 0
         self.add_one(Request(prompt=0, generated=0, new_tokens=1, priority=0, stop=()))
-        self.run(1, 0)
+        while max(self.all) not in self.announced:
+            self.run(1, 0)
         assert self.forgotten == self.announced - {max(self.all)}
         assert set(self.worker.tokens) == {max(self.all)}
 
