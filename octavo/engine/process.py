@@ -32,6 +32,7 @@ from octavo.worker import BootReport
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LINGER = 2000  # milliseconds in which a last message may still leave
+_IDLE_LOOK = 1.0  # seconds between looks at the workers while there is nothing to do
 _LOAD_NEWS = 0.01  # of the weights: no more often is it told how many are loaded
 
 
@@ -62,6 +63,9 @@ class RecordedExecutor(Executor):
         self._recorder.end_step([seq_id for seq_ids in self._in_flight for seq_id in seq_ids])
         return result
 
+    def look(self) -> None:
+        self._executor.look()
+
     def profiler(self) -> Profiler:
         return self._executor.profiler()
 
@@ -86,6 +90,10 @@ class Channel:
     def receive(self) -> wire.ToEngine:
         """The next message, however long it takes."""
         return wire.decode_to_engine(self._socket.recv())
+
+    def has_message(self, seconds: float) -> bool:
+        """Whether there is one, or comes within that time."""
+        return self._socket.poll(round(seconds * 1000)) != 0
 
     def waiting(self) -> Iterator[wire.ToEngine]:
         """The messages that are here already."""
@@ -155,7 +163,8 @@ def _serve(core: EngineCore, channel: Channel) -> NoReturn:
     goes to stderr, and the front-end starts another one."""
     while True:
         if not core.has_unfinished:
-            _take(channel.receive(), core, channel)
+            while not channel.has_message(_IDLE_LOOK):
+                core.executor.look()
         for message in channel.waiting():
             _take(message, core, channel)
         outputs = core.step()

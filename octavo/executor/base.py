@@ -33,6 +33,9 @@ class Executor(ABC):
     def watch(self, sign: Callable[[], None]) -> None:  # noqa: B027  one that computes itself needs no sign
         """Has `sign` called now and then while this process only waits for workers that get on."""
 
+    def look(self) -> None:  # noqa: B027  one that computes itself is there
+        """Raises if a worker is gone. Called now and then while there is nothing to do."""
+
     @abstractmethod
     def profiler(self) -> Profiler:
         """See `Backend.profiler`."""

@@ -42,11 +42,12 @@ from octavo.executor.messages import (
 from octavo.executor.ray_worker import RayWorker, Traffic, Whereabouts
 from octavo.graph import KVGroup
 from octavo.metrics import Profiler, log_event
+from octavo.models import build_graph
 from octavo.weights import Checkpoint
-from octavo.worker import BootReport, MemoryPlan, Place
+from octavo.worker import BootReport, MemoryPlan, Place, part_of
 
 COLLECTIVE_DEADLINE = 300.0  # seconds that a worker waits for the others in a step
-PLACEMENT_DEADLINE = 60.0  # seconds in which Ray has to find the room that its books say is there
+ROOM_PATIENCE = 15.0  # seconds in which room has to become free: workers that ended give theirs back a little later
 LOOK_INTERVAL = 0.2  # seconds between looks at whether the workers live, while nothing is heard of them
 SIGN_INTERVAL = 1.0  # seconds between questions whether they get on
 
@@ -83,9 +84,10 @@ class RayExecutor(Executor):
         """See `Worker`. The model's path has to exist on every host.
 
         Raises:
-            ConfigError: the cluster cannot be reached, or it has not the room.
+            ConfigError: the model cannot be divided so, or the cluster cannot be reached, or it has not the room.
             OctavoError: a worker died as it loaded its part.
         """
+        _check_division(config, model, checkpoint)
         self.num_messages = self.num_bytes = 0  # sent to workers so far
         self._config = config
         self._on_load = on_load or (lambda share: None)
@@ -239,15 +241,15 @@ class RayExecutor(Executor):
                 if link.socket in ready:
                     message = decode_from_worker(link.socket.recv())
                     if isinstance(message, Failed):
-                        self._look()  # of those that fail since another is gone, that one is to be named
+                        self.look()  # of those that fail since another is gone, that one is to be named
                         raise _ERRORS[message.kind](f"{link}: {message.message}")
                     return link, message
-            self._look()
+            self.look()
             if time.monotonic() - asked > SIGN_INTERVAL:
                 asked = time.monotonic()
                 self._ask_for_signs()
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Raises WorkerLostError if a worker is gone."""
         ended, _ = ray.wait([link.serving for link in self._links], num_returns=len(self._links), timeout=0)
         for link in self._links:
@@ -267,7 +269,7 @@ class RayExecutor(Executor):
         grown = False
         for link, question in zip(self._links, asked, strict=True):
             if question in answered:
-                with contextlib.suppress(ray.exceptions.RayActorError):  # `_look` says so
+                with contextlib.suppress(ray.exceptions.RayActorError):  # `look` says so
                     now: float = ray.get(question)
                     grown |= now - link.cpu_seconds > 0.05 * SIGN_INTERVAL
                     link.cpu_seconds = now
@@ -280,6 +282,14 @@ _ERRORS: dict[str, type[OctavoError]] = {
     "ConfigError": ConfigError,
     "OctavoError": OctavoError,
 }
+
+
+def _check_division(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Refuses what cannot be divided so, before anything is started."""
+    size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    graph = build_graph(model, "bfloat16")
+    for index in range(size * stages):
+        part_of(graph, checkpoint.tensors, Place(index, size, stages))
 
 
 def _connect_to_cluster(address: str | None) -> bool:
@@ -314,18 +324,21 @@ def _place(resource: str, each: int, count: int) -> PlacementGroup:
         ConfigError: there is not so much; the message has the numbers.
     """
 
-    free = ray.available_resources().get(resource, 0)
-    needed = each * count
-    refused = ConfigError(
-        f"{count} workers of {each} {resource} each: needs {needed} {resource}s, cluster has {free:g} free of "
-        f"{ray.cluster_resources().get(resource, 0):g}; give fewer workers or threads, or a larger cluster"
-    )
-    if needed > free:
-        raise refused
+    needed, total = each * count, ray.cluster_resources().get(resource, 0)
+    what = f"{count} workers of {each} {resource}{'s' * (each > 1)} each need {needed}, and the cluster has"
+    if needed > total:
+        raise ConfigError(f"{what} {total:g}; give fewer workers or threads, or a larger cluster")
+    deadline = time.monotonic() + ROOM_PATIENCE
+    while (free := ray.available_resources().get(resource, 0)) < needed:
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{what} {free:g} free of {total:g}; end what else is there, or give fewer")
+        time.sleep(LOOK_INTERVAL)
     group: PlacementGroup = placement_group([{resource: each}] * count, strategy="PACK")
-    if not group.wait(PLACEMENT_DEADLINE):
+    if not group.wait(ROOM_PATIENCE):
         remove_placement_group(group)
-        raise refused
+        raise ConfigError(
+            f"{what} {free:g} free of {total:g}, but no host enough for a whole worker; give fewer threads"
+        )
     return group
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -89,11 +88,11 @@ class RayWorker:
             self._serve(channel, send)
         except (ModelError, ConfigError) as error:
             send(Failed("ModelError" if isinstance(error, ModelError) else "ConfigError", str(error)))
+        except OctavoError as error:
+            send(Failed("OctavoError", str(error)))
         except BaseException as error:
-            reason = str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"
-            send(Failed("OctavoError", reason))
-            traceback.print_exc()
-            raise
+            send(Failed("OctavoError", f"{type(error).__name__}: {error}"))
+            raise  # Ray prints where
         finally:
             channel.close()
             context.term()
