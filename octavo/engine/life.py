@@ -165,6 +165,8 @@ class Life:
     def close(self) -> None:
         """Gives everything back; the process has ended, or has been killed."""
         self._process.wait()
+        with suppress(ProcessLookupError):  # what it has started itself, such as a Ray cluster of its own
+            os.killpg(self.pid, signal.SIGKILL)
         self._socket.close(linger=0)
         os.close(self._stat)
         self.recorder.close()
