@@ -20,11 +20,17 @@ def pipeline_stage(graph: Graph, num_stages: int, stage: int) -> Graph:
     A layer may be cut between attention and MLP. Every stage keeps the groups of the whole model, each with those of
     its layers that the stage has: block tables are the same everywhere.
 
+    Each stage may then be sharded, but not the other way round: shards differ in size, and each would be cut at places
+    of its own.
+
     Raises:
         ConfigError: the model cannot be cut into so many parts.
+        ValueError: the graph has been sharded already.
     """
     if num_stages == 1:
         return graph
+    if any(node.op == "all_reduce" for node in graph.nodes):
+        raise ValueError("a graph is cut into stages before it is sharded")
     borders = _borders(graph, num_stages)
     begin, end = borders[stage], borders[stage + 1]
     nodes = list(graph.nodes[begin:end])

@@ -50,7 +50,8 @@ def shard(graph: Graph, size: int, rank: int, column_block: Callable[[str], int]
             numbers); a block is never divided.
 
     Raises:
-        ConfigError: there are not enough heads, columns or blocks for so many workers.
+        ConfigError: there are not enough heads, columns or blocks for so many workers; or the model has an op between
+            two of these places that can only run on the whole of its input.
     """
     if size == 1:
         return Shard(graph, {})
@@ -146,6 +147,7 @@ class _Sharding:
     # Forwards: the new graph
 
     def _rewrite(self, node: Node) -> None:
+        self._check_readable(node)
         if node.op == "embed":
             self._embed(node)
         elif node.op == "linear" and node.inputs[0].name in self._columns:
@@ -157,6 +159,17 @@ class _Sharding:
             if node.op == "attention":
                 attrs |= self._own_heads(node)
             self._add(Node(node.op, tuple(map(self._value, node.inputs)), weights, attrs, self._value(node.output)))
+
+    def _check_readable(self, node: Node) -> None:
+        """What is divided is read by ops that divide their output alike, or sum over it: any other needs all of it."""
+        divided = next((value for value in node.inputs if value.name in self._columns), None)
+        if divided is None:
+            return
+        sums = node.op in ("linear", "lm_head")
+        if (node.output.name in self._columns) == sums:
+            raise self._refused(
+                f"{divided.name} is divided, and the {node.op} that makes {node.output.name} needs it whole"
+            )
 
     def _embed(self, node: Node) -> None:
         (weight,) = node.weights

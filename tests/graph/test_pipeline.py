@@ -86,3 +86,10 @@ def test_a_stage_can_be_divided_further() -> None:
     assert [[part.graph.nodes[-1].op for part in ranks] for ranks in parts] == [["send"] * 2, ["gather"] * 2]
     first = [node.op for node in parts[0][0].graph.nodes]
     assert first.count("all_reduce") == first.count("add") + 1  # the embedding's, and one for each block of a layer
+
+
+def test_a_shard_is_not_cut() -> None:
+    """Of three KV heads the first worker has two, the other one: each would be cut elsewhere."""
+    part = shard(decoder(layers=2, **{**SMALL, "heads": 6, "kv_heads": 3}), 2, 0, lambda name: 1)
+    with pytest.raises(ValueError, match="before it is sharded"):
+        pipeline_stage(part.graph, 2, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
-from octavo.graph import Cut, Graph, Shard, Trace, shard
+from octavo.graph import Cut, Graph, Shard, Trace, Value, shard
 from tests.graph.models import decoder
 
 SMOL = {"layers": 2, "heads": 9, "kv_heads": 3, "head_dim": 64, "hidden": 576, "inner": 1536, "vocab": 49152}
@@ -121,6 +121,36 @@ def test_a_norm_over_divided_columns_is_refused() -> None:
     graph = t.graph(t.lm_head(t.select_rows(t.linear(h, "o", 16)), "embed", 64))
     with pytest.raises(ConfigError, match="normed over all its columns"):
         shard(graph, 2, 0, lambda name: 1)
+
+
+def between_attention_and_head(change: Callable[[Trace, Value], Value]) -> Graph:
+    t = Trace("bfloat16")
+    x = t.rms_norm(t.embed(t.token_ids, "embed", 64, 16), "norm", eps=1e-5)
+    q, k, v = (t.linear(x, name, 16) for name in "qkv")
+    h = change(t, t.attention(q, k, v, layer=0, num_heads=2, num_kv_heads=2, head_dim=8, scale=1.0))
+    return t.graph(t.lm_head(h if h.rows == "S" else t.select_rows(h), "embed", 64))
+
+
+@pytest.mark.parametrize(
+    ("change", "op"),
+    [
+        (lambda t, h: t.linear(t.rms_norm(h, "sub", eps=1e-5), "o", 16), "rms_norm"),
+        (lambda t, h: t.linear(t.layer_norm(h, "sub", eps=1e-5), "o", 16), "layer_norm"),
+        (lambda t, h: t.linear(t.select_rows(h), "o", 16), "select_rows"),
+        (lambda t, h: h, "select_rows"),
+        (lambda t, h: t.linear(t.silu_mul(t.linear(h, "gate", 64), t.linear(h, "up", 64)), "down", 16), "linear"),
+    ],
+)
+def test_an_op_that_needs_all_columns_of_what_is_divided_is_refused(
+    change: Callable[[Trace, Value], Value], op: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"tensor_parallel_size=2: %\d+ is divided, and the {op} that makes %\d+ "):
+        shard(between_attention_and_head(change), 2, 0, lambda name: 1)
+
+
+def test_what_lies_between_attention_and_head_may_be_a_product() -> None:
+    graph = between_attention_and_head(lambda t, h: t.linear(h, "o", 16))
+    assert [node.op for node in shard(graph, 2, 0, lambda name: 1).graph.nodes].count("all_reduce") == 2
 
 
 @given(
