@@ -91,13 +91,12 @@ def test_a_slow_reader(long: LiveServer) -> None:
         return sum(connection.flow.write_paused for connection in list(long._uvicorn.server_state.connections))
 
     alone = min(seconds() for _ in range(3))
-    slow = ask(long, "/v1/completions", {"prompt": "a", "stream": True, "logprobs": 20})
-    long.wait_until(lambda s: held_up() == 1)
-    before = long.stats()["num_generated_tokens"]
-    beside = min(seconds() for _ in range(3))
-    assert held_up() == 1
-    assert long.stats()["num_generated_tokens"] - before > 3 * 200 + 100  # it is computed all the while
-    slow.close()
+    with ask(long, "/v1/completions", {"prompt": "a", "stream": True, "logprobs": 20}):
+        long.wait_until(lambda s: held_up() == 1)
+        before = long.stats()["num_generated_tokens"]
+        beside = min(seconds() for _ in range(3))
+        assert held_up() == 1
+        assert long.stats()["num_generated_tokens"] - before > 3 * 200 + 100  # it is computed all the while
     long.wait_idle()
     assert beside < 3 * alone + 0.2  # two requests share each step then, and one has logprobs
 
