@@ -74,6 +74,7 @@ class Scheduler:
         self._totals = Totals()
         self._cost = StepCost()
         self._in_flight: deque[StepPlan] = deque()
+        self._head_waits = False  # who was first in line when somebody last asked found no room
         self._planned_at = 0.0  # when the oldest plan in flight could begin
         self._slots_filled = 0  # summed over steps, as is the next
         self._slots_allocated = 0
@@ -141,7 +142,8 @@ class Scheduler:
         while len(plan.seq_ids) < share:
             sequence = running[index] if index < len(running) else None
             if head is not None and (sequence is None or head.key < sequence.key):
-                if not self._admit(head, index, budget, plan):
+                self._head_waits = not self._admit(head, index, budget, plan)
+                if self._head_waits:
                     head = None  # nobody overtakes it
                     continue
                 sequence, admitted = head, True
@@ -311,8 +313,10 @@ class Scheduler:
         """How many sequences a plan takes at most."""
         if self.depth == 1:
             return self.max_num_seqs
-        able = min(len(self.running) + len(self.waiting) + len(self.policy), self.max_num_seqs)
-        return -(-able // self.depth)
+        line = len(self.waiting) + len(self.policy)
+        if self._head_waits:
+            line = min(line, 1)  # so that the walk comes to it
+        return -(-min(len(self.running) + line, self.max_num_seqs) // self.depth)
 
     def _first_in_line(self) -> Sequence | None:
         """The first of those that wait; where nobody has a place and there is a seat, the policy names one."""
