@@ -101,7 +101,9 @@ nb::tuple step_and_sample(Program& program, nb::handle batch, nb::handle rows, i
   const BatchArrays arrays(batch);
   const Step step = arrays.step();
   const auto count = static_cast<std::size_t>(step.num_logit_rows);
-  if (!rows.is_none() && (vocab_size < 1 || vocab_size > program.vocab_size())) throw std::invalid_argument("program: vocab_size");
+  if (!rows.is_none() && (vocab_size < 1 || vocab_size > program.vocab_size())) {
+    throw std::invalid_argument("program: vocab_size");
+  }
   if (copies.shape(0) != copy_rows.shape(0) || copies.shape(1) != static_cast<std::size_t>(program.vocab_size())) {
     throw std::invalid_argument("program: copies of logits need [copy_rows, vocabulary]");
   }
@@ -165,8 +167,13 @@ void set_exchange(Program& program, int num_ranks, nb::callable exchange) {
 
 // One dict an op: the fields of OpProfile in octavo/metrics/profile.py.
 nb::list stop_profile(Program& program) {
+  std::vector<OpProfile> ops;
+  {
+    nb::gil_scoped_release released;  // a step that is in the middle of an exchange needs it to go on
+    ops = program.stop_profile();
+  }
   nb::list result;
-  for (const OpProfile& op : program.stop_profile()) {
+  for (const OpProfile& op : ops) {
     nb::dict fields;
     fields["kind"] = op.kind;
     fields["shape"] = op.shape;
@@ -380,7 +387,7 @@ void bind_program(nb::module_& m) {
       .def("set_activations", [](Program& p, const std::string& dtype) { p.set_activations(activations_of(dtype)); }, "dtype"_a)
       .def("set_kv_cache_dtype", [](Program& p, const std::string& dtype) { p.set_kv_type(kv_type_of(dtype)); }, "dtype"_a)
       .def_prop_ro("shared_positions", &Program::shared_positions)
-      .def("start_profile", &Program::start_profile)
+      .def("start_profile", &Program::start_profile, nb::call_guard<nb::gil_scoped_release>())
       .def("stop_profile", &stop_profile)
       .def("measure_roofline", &roofline_of)
       .def("step", &step_and_sample, "batch"_a, "rows"_a.none(), "vocab_size"_a, "copy_rows"_a, "copies"_a);

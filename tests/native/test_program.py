@@ -118,3 +118,39 @@ except ValueError as error:
     print(error)
 """)
     assert out.startswith("program: query_starts do not rise")
+
+
+def test_a_profile_that_begins_while_a_step_waits_for_others() -> None:
+    """It waits for the step's lock, and the step for the GIL: nobody may hold what the other needs."""
+    out = run("""
+signal.alarm(20)
+calls = []
+
+def exchange(kind, mine, everyone):
+    if not calls:
+        thread = threading.Thread(target=p.start_profile)
+        thread.start()
+        time.sleep(0.3)  # it is at the lock now
+        calls.append(thread)
+    everyone[...] = mine
+
+p = Program("portable", 2)
+p.set_exchange(2, exchange)
+p.set_vocab_size(32)
+w = p.add_weight(32, 32)
+p.pack(w, 0, 1, np.ones((32, 32), np.float32), 0)
+x, y = p.add_buffer(32, False, True), p.add_buffer(32, False, True)
+s, t = p.add_buffer(32, True, True), p.add_buffer(32, True, False)
+p.add_cache(1, 16, 0)
+p.embed(w, 1.0, 0, (x, 0))
+p.all_reduce((x, 0), 32, (y, 0))
+p.select_rows((y, 0), (s, 0))
+p.rms_norm((s, 0), p.add_vector(np.ones(32, np.float32)), 1, 1e-5, (t, 0))
+p.logits((t, 0), w)
+p.allocate_kv_cache(64, 16)
+before = step(p, 3)
+calls[0].join()
+assert (step(p, 3) == before).all()
+print(sorted({op["kind"] for op in p.stop_profile()} & {"all_reduce", "sum_ranks"}))
+""")
+    assert out == "['all_reduce', 'sum_ranks']\n"

@@ -186,7 +186,7 @@ class CpuBackend(Backend):
     def allocate_swap_space(self, num_blocks: int, directory: Path | None) -> None:
         size = num_blocks * self._block_bytes
         try:
-            if directory is None:
+            if directory is None or size == 0:  # of a stage without attention, and there are no empty swap files
                 self._program.allocate_swap_space(num_blocks, None)
             else:
                 with swap_file(directory, size) as file:  # mapped, it lives on
@@ -216,9 +216,9 @@ class CpuBackend(Backend):
         return CpuProfiler(self._program)
 
     def logits(self, batch: Batch) -> NDArray[np.float32]:
-        """Run one step and give its logits, float32 [S, vocabulary], instead of sampling."""
-        logits = self._logits_memory(len(batch.logit_rows))
-        everything = np.arange(len(batch.logit_rows), dtype=np.int32)
+        """Run one step and give its logits, float32 [S, vocabulary], instead of sampling; none where others sample."""
+        everything = np.arange(len(batch.logit_rows) if self._samples else 0, dtype=np.int32)
+        logits = self._logits_memory(len(everything))
         self._program.step(batch, None, self._vocab_size, everything, logits)
         return logits
 
