@@ -139,7 +139,8 @@ class Scheduler:
         share = self._share()
         head = self._first_in_line()
         index = 0
-        while len(plan.seq_ids) < share:
+        seq_ids = plan.seq_ids
+        while len(seq_ids) < share:
             sequence = running[index] if index < len(running) else None
             if head is not None and (sequence is None or head.key < sequence.key):
                 self._head_waits = not self._admit(head, index, budget, plan)
@@ -167,7 +168,7 @@ class Scheduler:
             sequence.num_computed = end
             if end % block_size < count:  # a block is full
                 blocks.publish(sequence, start)
-            plan.seq_ids.append(sequence.seq_id)
+            seq_ids.append(sequence.seq_id)
             plan.starts.append(start)
             plan.num_tokens.append(count)
             budget -= count
@@ -194,11 +195,12 @@ class Scheduler:
         self._measure(plan, result, now)
         finished: list[Sequence] = []
         find = self.sequences.get
-        for i, (seq_id, token) in enumerate(zip(plan.seq_ids, result.token_ids, strict=True)):
+        for seq_id, token in zip(plan.seq_ids, result.token_ids, strict=True):
             sequence = find(seq_id)
             if sequence is None:
                 continue  # aborted while the step ran
             if token < 0:  # by now, a later plan in flight may have taken more of its tokens
+                i = plan.seq_ids.index(seq_id)
                 ended = plan.starts[i] + plan.num_tokens[i] == len(sequence.tokens)
                 if ended and seq_id not in result.errors:
                     raise ValueError(f"the step sampled no token for sequence {seq_id}, and says no error")
