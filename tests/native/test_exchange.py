@@ -173,3 +173,50 @@ def test_a_program_needs_an_exchange() -> None:
     ):
         with pytest.raises(ValueError, match="needs an exchange"):
             call()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_logits_are_gathered_slice_by_slice(num_threads: int) -> None:
+    """A slice is 64 MB of all ranks' logits, 16 rows of so many: the other rank's columns join each one's own."""
+    vocab, width, count = 1 << 20, 32, 20
+    slices: list[int] = []
+
+    def exchange(kind: str, mine: Any, everyone: Any) -> None:
+        assert kind == "gather"
+        slices.append(len(mine))
+        everyone[:, : vocab // 2], everyone[:, vocab // 2 :] = mine, -mine
+
+    p = Program(isas()[-1], num_threads)
+    p.set_exchange(2, exchange)
+    p.set_vocab_size(vocab)
+    table = p.add_weight(vocab // 2, width)
+    p.pack(table, 0, 1, rng().normal(size=(vocab // 2, width)).astype(np.float32), 0)
+    x, s = p.add_buffer(width, False, True), p.add_buffer(width, True, True)
+    h = p.add_buffer(width, True, False)
+    p.add_cache(1, 16, 0)
+    p.embed(table, 1.0, 0, (x, 0))
+    p.select_rows((x, 0), (s, 0))
+    p.rms_norm((s, 0), p.add_vector(np.ones(width, np.float32)), 1, EPS, (h, 0))
+    p.logits((h, 0), table)
+    p.gather()
+    p.allocate_kv_cache(4, 16)
+
+    def logits(tokens: list[int]) -> np.ndarray:
+        rows = np.arange(len(tokens), dtype=np.int32)
+        batch = SimpleNamespace(
+            token_ids=np.array(tokens, np.int32),
+            positions=rows,
+            query_starts=np.array([0, len(tokens)], np.int32),
+            logit_rows=rows,
+            slot_mapping=rows.astype(np.int64)[None],
+            block_tables=np.array([[[0, 1]]], np.int32),
+        )
+        copies = np.empty((len(tokens), vocab), np.float32)
+        p.step(batch, None, vocab, rows, copies)
+        return copies
+
+    found = logits(list(range(7, 7 + count)))
+    assert slices == [16, 4]
+    np.testing.assert_array_equal(found[:, vocab // 2 :], -found[:, : vocab // 2])
+    for i in (0, 15, 16, 19):  # on both sides of the border
+        np.testing.assert_array_equal(found[i : i + 1], logits([7 + i]))
