@@ -242,12 +242,14 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
         raise RequestError(f"{name}={_show(value)}: expected a list of token ids")
     ids = tuple(value)
-    most = MAX_STOP_TOKENS if name == "stop_token_ids" else MAX_ALLOWED_TOKENS
-    if len(ids) > most:
-        raise RequestError(f"{name}: {len(ids)} of them; at most {most} may be given")
+    if len(ids) > MAX_ALLOWED_TOKENS:
+        raise RequestError(f"{name}: {len(ids)} of them; at most {MAX_ALLOWED_TOKENS} may be given")
     for token in ids:
         _integer(name, token, 0, None)
-    return tuple(dict.fromkeys(ids))
+    kept = tuple(dict.fromkeys(ids))
+    if name == "stop_token_ids" and len(kept) > MAX_STOP_TOKENS:
+        raise RequestError(f"{name}: {len(kept)} of them; at most {MAX_STOP_TOKENS} may be given")
+    return kept
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +51,7 @@ from octavo.worker import BootReport, MemoryPlan, Place, part_of
 COLLECTIVE_DEADLINE = 300.0  # seconds that a worker waits for the others in a step
 ROOM_PATIENCE = 15.0  # seconds in which room has to become free: workers that ended give theirs back a little later
 LOOK_INTERVAL = 0.2  # seconds between looks at whether the workers live, while nothing is heard of them
+LOST_PATIENCE = 1.0  # seconds in which Ray notices that a process is gone
 SIGN_INTERVAL = 1.0  # seconds between questions whether they get on
 
 
@@ -241,13 +244,20 @@ class RayExecutor(Executor):
                 if link.socket in ready:
                     message = decode_from_worker(link.socket.recv())
                     if isinstance(message, Failed):
-                        self.look()  # of those that fail since another is gone, that one is to be named
+                        self._look_for_the_cause()
                         raise _ERRORS[message.kind](f"{link}: {message.message}")
                     return link, message
             self.look()
             if time.monotonic() - asked > SIGN_INTERVAL:
                 asked = time.monotonic()
                 self._ask_for_signs()
+
+    def _look_for_the_cause(self) -> None:
+        """A worker has failed, perhaps since another is gone, of which Ray hears later: that one is to be named."""
+        deadline = time.monotonic() + LOST_PATIENCE
+        while time.monotonic() < deadline and len(self._links) > 1:
+            self.look()
+            time.sleep(LOOK_INTERVAL / 4)
 
     def look(self) -> None:
         """Raises WorkerLostError if a worker is gone."""
@@ -293,11 +303,12 @@ def _check_division(config: EngineConfig, model: ModelConfig, checkpoint: Checkp
 
 
 def _connect_to_cluster(address: str | None) -> bool:
-    """Returns whether a local cluster was started, which is then this process's own."""
-
+    """Returns whether this process is now a driver, and with a local cluster its owner. Signals stay as they were: Ray
+    would end the process at a SIGTERM that is not for it."""
     if ray.is_initialized():
         return False
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": False}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if address is not None:
             ray.init(address=address, **options)
@@ -306,12 +317,13 @@ def _connect_to_cluster(address: str | None) -> bool:
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = "a local Ray cluster cannot be started" if address is None else f"ray_address={address!r}"
         raise ConfigError(f"{where}: {str(error).strip().splitlines()[0]}") from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)
     return True
 
 
 def _threads(config: EngineConfig, count: int) -> int:
     """Compute threads of each worker: as asked, else an equal part of the cluster's."""
-
     if config.num_threads is not None:
         return config.num_threads
     return max(1, int(ray.cluster_resources().get("CPU", 0)) // count)
@@ -323,7 +335,6 @@ def _place(resource: str, each: int, count: int) -> PlacementGroup:
     Raises:
         ConfigError: there is not so much; the message has the numbers.
     """
-
     needed, total = each * count, ray.cluster_resources().get(resource, 0)
     what = f"{count} workers of {each} {resource}{'s' * (each > 1)} each need {needed}, and the cluster has"
     if needed > total:
@@ -344,7 +355,6 @@ def _place(resource: str, each: int, count: int) -> PlacementGroup:
 
 def _addresses(actors: Sequence[Any]) -> list[str]:
     """Of the hosts that these actors are on."""
-
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     found = ray.get([actor.__ray_call__.remote(_node_id) for actor in actors])
     return [nodes[node_id] for node_id in found]

@@ -55,6 +55,7 @@ class FailingExecutor(LocalExecutor):
         plan = self._plan
         self._lengths |= {new.seq_id: len(new.tokens) for new in plan.new if POISON in new.tokens[: new.prompt_length]}
         poisoned = [seq_id for seq_id in plan.seq_ids if seq_id in self._lengths]
+        time.sleep(self._faults.get("step_seconds", 0))  # before any death: what came before has arrived by then
         starts = dict(zip(plan.seq_ids, plan.starts, strict=True))
         length, start = self._faults.get("poison_length", 0), self._faults.get("poison_start", 0)
         if any(self._lengths[seq_id] >= length and starts[seq_id] >= start for seq_id in poisoned):
@@ -62,7 +63,6 @@ class FailingExecutor(LocalExecutor):
         if self._num_steps == self._faults.get("dies_after"):
             os.kill(os.getpid(), signal.SIGKILL)
         self._num_steps += 1
-        time.sleep(self._faults.get("step_seconds", 0))
         end = time.monotonic() + self._faults.get("burn_seconds", 0)
         while time.monotonic() < end:
             pass

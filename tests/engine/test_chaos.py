@@ -158,7 +158,7 @@ def test_requests_that_come_while_there_is_no_engine_wait(tiny_llama: Path) -> N
     ("faults", "count", "reason"),
     [
         ({"poison": "die"}, 1, "killed by signal 11"),
-        ({"poison": "die", "poison_length": 30}, 2, "killed by signal 11"),
+        ({"poison": "die", "poison_length": 30, "step_seconds": 0.02}, 2, "killed by signal 11"),
         ({"poison": "raise"}, 1, "exit code 1"),
         ({"poison": "wait"}, 1, "it hung: no sign of progress"),
         ({"poison_taken_in": "die"}, 1, "killed by signal 11"),
@@ -186,11 +186,9 @@ def test_poison_is_found_and_the_innocent_finish(
             assert output.error is not None
             assert output.error.startswith("the engine died whenever it computed this request")
             assert reason in output.error
-            token_ids = output.outputs[0].token_ids  # up to the poison; the last ones may be lost with each engine
-            assert token_ids == harmless[: len(token_ids)]
-            assert len(token_ids) <= most
-        # More where the last tokens before a death had not arrived, and so were progress once more.
-        assert 2 + count <= engine.health.num_restarts < 10
+            token_ids = output.outputs[0].token_ids  # up to the poison, which came when the last had arrived
+            assert token_ids == harmless[:most]
+        assert 2 + count <= engine.health.num_restarts <= 3 + count
         await until(lambda: engine.health.ready)
         assert (await last((await engine.submit("still here", PARAMS[1]))[0])).error is None
 
@@ -312,7 +310,7 @@ def test_an_engine_that_cannot_be_kept_up_is_given_up(tiny_llama: Path, tmp_path
 
 def test_one_token_a_life_is_not_enough_for_ever(tiny_llama: Path, tmp_path: Path) -> None:
     """Each life brings a token and dies: the request is no suspect, since it gets on, but there has to be an end."""
-    model = faulty(tiny_llama, tmp_path / "model", dies_after=1, step_seconds=0.01)
+    model = faulty(tiny_llama, tmp_path / "model", dies_after=1, step_seconds=0.1)
 
     async def work(engine: AsyncLLMEngine) -> None:
         (stream,) = await engine.submit("the fox", SamplingParams(max_tokens=200, ignore_eos=True))
