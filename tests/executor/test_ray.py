@@ -81,6 +81,14 @@ def ancestors(pid: int) -> Iterator[int]:
         yield pid
 
 
+def assert_all_end() -> None:
+    """Ray ends a driver's workers a little after it."""
+    deadline = time.monotonic() + 30
+    while worker_pids() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not worker_pids()
+
+
 def run_to_the_end(llm: LLM) -> None:
     while llm.engine.has_unfinished_requests:
         llm.engine.step()
@@ -204,10 +212,7 @@ def test_a_lost_worker_is_noticed_within_seconds(tiny: Path, cluster: str) -> No
         with pytest.raises(WorkerLostError, match=r"worker \d \(stage 0, rank \d\) on .* is gone"):
             run_to_the_end(llm)
         assert time.monotonic() - start < 5
-    deadline = time.monotonic() + 10
-    while worker_pids() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not worker_pids()
+    assert_all_end()
 
 
 @pytest.mark.slow
@@ -217,7 +222,7 @@ def test_ten_killed_workers_fail_no_request(tiny: Path, cluster: str, capsys: py
     with capsys.disabled():
         print("seconds from kill to ready:", " ".join(f"{seconds:.1f}" for seconds in recoveries))
     assert max(recoveries) < 60
-    assert not worker_pids()
+    assert_all_end()
 
 
 async def _chaos(model: Path, cluster: str, *, kills: int) -> list[float]:

@@ -62,7 +62,9 @@ class LiveServer:
             names, aliases = ("tiny", "alias"), ("hidden",)
             self.context = Context(engine, renderer, names, self._api_key, aliases, self._cors_origins)
             app = make_app(self.context)
-            self._uvicorn = uvicorn.Server(http_config(app, self._max_connections))
+            config = http_config(app, self._max_connections)
+            config.timeout_graceful_shutdown = 20  # as `octavo serve` has an end to it, too
+            self._uvicorn = uvicorn.Server(config)
             self._loop.call_soon(self._started.set)
             await self._uvicorn.serve(sockets=[self._listener])
             renderer.close()
