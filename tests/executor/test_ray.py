@@ -83,7 +83,7 @@ def ancestors(pid: int) -> Iterator[int]:
 
 def assert_all_end() -> None:
     """Ray ends a driver's workers a little after it."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 10
     while worker_pids() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not worker_pids()
