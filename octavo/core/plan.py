@@ -52,6 +52,13 @@ class StepPlan:
     told even when the step fails. What they mean, in this order: forget `finished`, void the tables of `preempted`, get
     to know `new`, do the `moves`, put in the `tails`, append the `new_blocks`. A sequence may read blocks that others
     write in the same step: in each layer all keys and values of the step are stored before any are read.
+
+    With a pipeline several plans are in flight, and only the workers of its last stage sample. The others are told what
+    was sampled with a later plan: step by step, oldest first, and before that plan's differences. A plan that computes
+    a token is made after the token has arrived, so it is told by then. A plan may preempt or finish a sequence whose
+    token is still to be told: of a preempted one, the token goes to those that are kept without a table, and it is not
+    planned again before every plan that it was in has been taken in; of a finished one, the token is dropped, and a
+    seq_id that comes again waits for the same.
     """
 
     new: list[NewSequence] = field(default_factory=list)

@@ -194,11 +194,11 @@ class Scheduler:
         self._in_flight.popleft()
         self._measure(plan, result, now)
         finished: list[Sequence] = []
-        find = self.sequences.get
+        find = self.in_plan
         for seq_id, token in zip(plan.seq_ids, result.token_ids, strict=True):
             sequence = find(seq_id)
             if sequence is None:
-                continue  # aborted while the step ran
+                continue
             if token < 0:  # by now, a later plan in flight may have taken more of its tokens
                 i = plan.seq_ids.index(seq_id)
                 ended = plan.starts[i] + plan.num_tokens[i] == len(sequence.tokens)
@@ -231,6 +231,12 @@ class Scheduler:
         if finished:
             self.running = [s for s in self.running if s.status is Status.RUNNING]
         return finished
+
+    def in_plan(self, seq_id: int) -> Sequence | None:
+        """The sequence that a plan which is taken in means; None when that was aborted while the plan was in flight,
+        though one of its number may have come again since: such a one is not admitted before."""
+        sequence = self.sequences.get(seq_id)
+        return None if sequence is None or sequence.first_scheduled_time is None else sequence
 
     def abort(self, seq_id: int, reason: FinishReason = "abort") -> Sequence | None:
         """Ends a sequence at any moment and gives its blocks back; None when it is not here (any more)."""
@@ -357,8 +363,8 @@ class Scheduler:
         A twin of the sequence before it costs no budget, and only the block that its first own token goes into.
         """
         running, pool, groups = self.running, self.blocks.pool, len(self.blocks.windows)
-        if head.num_preemptions > 0 and any(head.seq_id in before.seq_ids for before in self._in_flight):
-            return False  # its next token may be on its way
+        if any(head.seq_id in before.seq_ids for before in self._in_flight):
+            return False  # its next token may be on its way, or that of an aborted one that it is sent again for
         if len(running) == index and (index >= self.max_num_seqs or pool.num_available == 0):
             return False  # the usual answer, without a look at anything else
         twin = self._twin(head, index, plan)

@@ -102,10 +102,10 @@ class EngineCore:
                 continue
             prompt_logprobs = result.prompt_logprobs.get(seq_id, [])
             sequence = finished.get(seq_id)
-            if sequence is None and (seq_id not in self.scheduler.sequences or (token < 0 and not prompt_logprobs)):
+            known = sequence or self.scheduler.in_plan(seq_id)
+            if known is None or (sequence is None and token < 0 and not prompt_logprobs):
                 continue  # aborted while the step was in flight, or nothing to tell
             output = SequenceOutput(seq_id, token if token >= 0 else None, result.logprobs.get(seq_id), prompt_logprobs)
-            known = sequence or self.scheduler.sequences[seq_id]
             if token >= 0:
                 output.position = len(known.tokens) - known.prompt_length - 1
             if prompt_logprobs:

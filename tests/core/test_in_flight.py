@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from octavo.core import Scheduler, Status, StepPlan
+from octavo.core import Scheduler, Status, StepPlan, StepResult
 from tests.core.helpers import ShadowWorker, from_context, make_scheduler, make_sequence
 
 
@@ -215,3 +215,24 @@ def test_those_that_find_no_room_count_for_nothing() -> None:
     assert sum(len(plans) == 2 for plans in found) >= 24, found
     assert sum(max(plans) <= 4 for plans in found) >= 20, found
     pipeline.run()
+
+
+def test_who_comes_again_under_its_number_gets_nothing_of_what_it_left_in_flight() -> None:
+    """A supervisor withdraws requests while another is on trial, and sends them again to the same engine."""
+    for between in (0, 1):  # plans that are made after its return, before the old one is taken in
+        pipeline = Pipeline(make_scheduler(depth=2))
+        scheduler = pipeline.scheduler
+        scheduler.add(make_sequence(0, 3, 12, first_token=1))
+        old = scheduler.schedule()
+        pipeline.in_flight.append(old)
+        assert scheduler.abort(0) is not None
+        scheduler.add(make_sequence(0, 3, 12, first_token=1))
+        for _ in range(between):
+            assert not scheduler.schedule()
+        result = StepResult([77], errors={0: "of who left"})
+        pipeline.in_flight.popleft()
+        assert scheduler.update(old, result) == []
+        assert scheduler.sequences[0].tokens == [1, 2, 3]
+        plan = scheduler.schedule()
+        assert plan.finished == [0]
+        assert [new.seq_id for new in plan.new] == plan.seq_ids == [0]
