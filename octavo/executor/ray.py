@@ -96,6 +96,7 @@ class RayExecutor(Executor):
         self._on_load = on_load or (lambda share: None)
         self._sign: Callable[[], None] = lambda: None
         self._untold: list[list[int]] = []  # sampled token ids of steps that only the worker who sampled knows of
+        self._failure: OctavoError | None = None  # of a step
         self._links: list[_Link] = []
         self._context = zmq.Context()
         self._poller = zmq.Poller()
@@ -124,13 +125,19 @@ class RayExecutor(Executor):
     def submit(self, plan: StepPlan) -> None:
         if self._closed:
             raise OctavoError("the engine is closed")
+        if self._failure is not None:  # those that are left wait for nobody
+            raise OctavoError(f"the workers cannot go on after: {self._failure}; make a new engine") from self._failure
         who_samples, others = encode(Step(plan, [])), encode(Step(plan, self._untold))
         self._untold = []
         for link in self._links:
             self._send(link, who_samples if link.place.samples else others)
 
     def collect(self) -> StepResult:
-        link, message = self._receive()
+        try:
+            link, message = self._receive()
+        except OctavoError as error:
+            self._failure = error
+            raise
         if not isinstance(message, Stepped):
             raise OctavoError(f"{link} said {message!r} in the middle of a step")
         self._untold.append(message.result.token_ids)

@@ -138,15 +138,20 @@ def test_a_second_signal_stops_at_once(model: Path) -> None:
         assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
 
 
+def ask_and_do_not_read(served: Served, connection: socket.socket) -> None:
+    """For more than all buffers on the way can hold."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", int(served.url.rpartition(":")[2])))
+    body = json.dumps({**LONG, "n": 2, "max_tokens": 60_000, "logprobs": 20}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+    connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+    time.sleep(1.5)
+
+
 def test_a_client_that_does_not_read_cannot_hold_up_the_end(model: Path) -> None:
     """More is sent to it than all buffers on the way can hold."""
     with Served(model) as served, socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", int(served.url.rpartition(":")[2])))
-        body = json.dumps({**LONG, "n": 2, "max_tokens": 60_000, "logprobs": 20}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
-        connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
-        time.sleep(1.5)
+        ask_and_do_not_read(served, connection)
         for _ in range(2):
             served.process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
@@ -158,12 +163,7 @@ def test_a_client_that_does_not_read_cannot_hold_up_the_end(model: Path) -> None
 def test_a_second_signal_stops_at_once_when_all_is_computed_too(model: Path) -> None:
     """While a client that does not read is given a last chance."""
     with Served(model, "--drain-seconds", "0.1", "--verbose") as served, socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", int(served.url.rpartition(":")[2])))
-        body = json.dumps({**LONG, "n": 2, "max_tokens": 60_000, "logprobs": 20}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
-        connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
-        time.sleep(1.5)
+        ask_and_do_not_read(served, connection)
         served.process.send_signal(signal.SIGTERM)
         time.sleep(1.5)
         assert served.process.poll() is None

@@ -18,7 +18,7 @@ import ray
 
 from octavo import LLM, AsyncLLMEngine, SamplingParams
 from octavo.config import engine_config
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.executor.ray import RayExecutor, WorkerLostError
 from octavo.outputs import RequestOutput
 from tests.tiny import make_llama
@@ -212,6 +212,8 @@ def test_a_lost_worker_is_noticed_within_seconds(tiny: Path, cluster: str) -> No
         with pytest.raises(WorkerLostError, match=r"worker \d \(stage 0, rank \d\) on .* is gone"):
             run_to_the_end(llm)
         assert time.monotonic() - start < 5
+        with pytest.raises(OctavoError, match=r"cannot go on after: worker \d .* is gone"):
+            llm.engine.step()
     assert_all_end()
 
 
