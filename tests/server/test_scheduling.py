@@ -9,6 +9,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from tests.engine.failing_engine import faulty
 from tests.server.live import LiveServer
 
 PROMPTS = ["the fox", "a journey", "numbers such", "the quick brown", "lazy dog", "a single step"]
@@ -42,11 +43,14 @@ def together(server: LiveServer, bodies: list[dict[str, Any]], *, after: float =
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_pool_so_small_that_requests_are_preempted(model: Path, server: LiveServer, policy: str) -> None:
+def test_a_pool_so_small_that_requests_are_preempted(
+    model: Path, server: LiveServer, tmp_path: Path, policy: str
+) -> None:
     """CASES 30, 31: texts and logprobs are those of a roomy pool; `timings` tells of the preemptions. One that came
     last and goes first, since its priority says so, puts others out of the pool and ends before all of them."""
     alone = [server.post("/v1/completions", body(prompt)).json()["choices"][0] for prompt in PROMPTS]
-    with LiveServer(model, num_kv_blocks=20, scheduling_policy=policy) as small:
+    slow = faulty(model, tmp_path / "model", step_seconds=0.003)  # so that the last one comes long before any has ended
+    with LiveServer(slow, num_kv_blocks=20, scheduling_policy=policy) as small:
         bodies = [body(prompt) for prompt in PROMPTS]
         bodies[-1]["priority"] = -100
         answers = together(small, bodies, after=0.02)
